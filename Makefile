@@ -1,0 +1,70 @@
+# make setup | test | demo | lint | bench | conformance | clean
+# Other versions: make setup TORCH=2.13.0 VISION=   (an empty VISION: the torchvision that fits)
+
+TORCH   ?= 2.14.1
+VISION  ?= 0.29.1
+JAX     ?= 0.10.2
+WORKERS ?= 2
+ARGS    ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# The first Python that is at least 3.11 (a pyenv shim exists for versions that do not run).
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+  if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+DISTS := $(patsubst %/pyproject.toml,%,$(wildcard torchax_*/pyproject.toml plugins/*/pyproject.toml))
+STAMP := $(VENV)/.setup-torch$(TORCH)-vision$(VISION)-jax$(JAX)
+SOURCES := $(wildcard torchax_*/src plugins/*/src)
+CODE  := $(SOURCES) $(wildcard tests examples benchmarks)
+
+# $(call timed,name,command): run it, and say how long it took.
+timed = started=$$SECONDS; $(2); echo "-- $(1): $$((SECONDS - started)) s"
+
+.PHONY: help setup test demo lint format bench conformance clean
+
+help:
+	@grep -E '^# make|^# Other' Makefile | cut -c3-
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml $(DISTS:%=%/pyproject.toml)
+	@test -n "$(PYTHON)" || { echo "make setup needs Python 3.11 or newer on the PATH (or PYTHON=/path/to/python)"; exit 1; }
+	@test -x $(PY) || $(call timed,create $(VENV),$(PYTHON) -m venv $(VENV))
+	@$(call timed,pip,$(PY) -m pip install --quiet --upgrade "pip>=25.1" "setuptools>=77" wheel)
+	@$(call timed,install,$(PY) -m pip install --quiet --no-build-isolation \
+	    torch==$(TORCH) torchvision$(if $(VISION),==$(VISION)) jax==$(JAX) jaxlib==$(JAX) \
+	    --group dev $(DISTS:%=-e ./%))
+	@rm -f $(VENV)/.setup-*
+	@touch $@
+
+test:
+	@$(call timed,setup,$(MAKE) setup)
+	@$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+demo: setup
+	@$(PY) examples/digits_cnn.py $(ARGS)
+
+lint: setup
+	@$(call timed,ruff check,$(VENV)/bin/ruff check $(CODE))
+	@$(call timed,ruff format,$(VENV)/bin/ruff format --check $(CODE))
+	@$(call timed,mypy,$(VENV)/bin/mypy $(SOURCES))
+
+format: setup
+	@$(VENV)/bin/ruff check --fix $(CODE)
+	@$(VENV)/bin/ruff format $(CODE)
+
+bench: setup
+	@for script in startup eager model train; do $(PY) benchmarks/$$script.py $(ARGS); done
+
+conformance: setup
+	@mkdir -p build
+	@$(PY) -m torchax_core.testing --jobs $(WORKERS) --json build/opinfo.json $(ARGS)
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,159 @@
+"""cli.py: the command `torchax`, run as a user runs it, and in process where that says as much."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from torchax_core import cli, packs
+from torchax_core.errors import OpNameError, PackWarning, UnknownPackError
+
+
+def run(*arguments, **variables):
+    """The installed command, in a process of its own."""
+    command = Path(sysconfig.get_path("scripts")) / "torchax"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCHAX_")}
+    return subprocess.run(
+        [command, *arguments], env={**clean, **variables}, capture_output=True, text=True, timeout=300
+    )
+
+
+def invoke(*arguments):
+    """The command in this process: what it printed, and its exit code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PackWarning)  # as `main` does
+        result = CliRunner().invoke(cli.app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout, result.exit_code
+
+
+def test_an_unknown_pack_is_named_with_a_suggestion():
+    done = run("packs", TORCHAX_PACKS="atem")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: no installed pack is called 'atem'")
+    assert "Did you mean 'aten'?" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_packs_in_a_process():
+    done = run("packs", "--json", TORCHAX_PACKS="aten")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert row["pack"] == "aten" and row["error"] is None and row["definitions"] > 100
+    assert row["distribution"].startswith("torchax-ops-aten ") and row["serves"] == ["aten", "prims"]
+
+
+def test_packs_for_reading():
+    text, code = invoke("packs")
+    assert code == 0 and "aten" in text and "torchax-ops-aten" in text
+
+
+def test_a_broken_pack_is_shown(monkeypatch, tmp_path):
+    class Point:
+        name, value, dist = "broken", "broken.pack", None
+
+        def load(self):
+            raise ImportError("no module named luck")
+
+    monkeypatch.setattr(packs, "_host", packs.PackHost([Point()]))
+    text, code = invoke("packs")
+    assert code == 1 and "broken, left out" in text and "ImportError: no module named luck" in text
+    rows, code = invoke("packs", "--json")
+    assert code == 1 and json.loads(rows)[0]["error"].startswith("the pack 'broken'")
+    text, code = invoke("doctor")
+    assert code == 1 and "FAIL packs: RuntimeError: the pack 'broken'" in text
+
+
+def test_no_pack(monkeypatch):
+    monkeypatch.setattr(packs, "_host", packs.PackHost([]))
+    text, code = invoke("packs")
+    assert code == 0 and "pip install torchax-ops-aten" in text
+
+
+def test_ops():
+    text, code = invoke("ops", r"^aten::cumsum$")
+    assert code == 0
+    op, kind, place = text.splitlines()[0].split(maxsplit=2)
+    file, _, line = place.rpartition(":")
+    assert (op, kind, Path(file).name) == ("aten::cumsum", "lowering", "scans.py")
+    assert "cumsum" in "".join(Path(file).read_text().splitlines()[int(line) - 1 : int(line) + 6])
+
+
+def test_ops_as_json():
+    rows = json.loads(invoke("ops", "cumsum", "--json", "--pack", "aten")[0])
+    assert all(row["pack"] == "aten" and "cumsum" in row["op"] for row in rows)
+    assert {"aten::cumsum", "aten::logcumsumexp"} <= {row["op"] for row in rows}
+
+
+def test_ops_of_an_unknown_pack():
+    with pytest.raises(UnknownPackError, match="Did you mean 'aten'"):
+        invoke("ops", "--pack", "atn")
+
+
+def test_ops_missing_are_those_that_nobody_defines():
+    rows = {row["op"]: row for row in json.loads(invoke("ops", "--missing", "--json")[0])}
+    assert "aten::add.Tensor" not in rows and "aten::add_.Tensor" not in rows and "aten::add.out" not in rows
+    assert all(row["reason"] for row in rows.values())
+
+
+def test_a_bad_pattern_is_refused():
+    done = CliRunner().invoke(cli.app, ["ops", "("])
+    assert done.exit_code == 2 and "no regular expression" in done.stderr
+
+
+def test_explain_says_file_and_line():
+    text, code = invoke("explain", "aten::cumsum")
+    assert code == 0
+    assert text.startswith("aten::cumsum(Tensor self, int dim") and "runs by: pack lowering" in text
+    assert "scans.py:" in text
+
+
+def test_explain_a_form_says_what_it_derives_from():
+    (row,) = json.loads(invoke("explain", "aten::add_.Tensor", "--json")[0])
+    assert row["ways"][0]["via"] == "aten::add.Tensor" and row["ways"][0]["level"] == "pack"
+
+
+def test_explain_a_name_without_overload():
+    rows = json.loads(invoke("explain", "aten::add", "--json")[0])
+    assert {"aten::add.Tensor", "aten::add.out"} <= {row["op"] for row in rows}
+
+
+@pytest.mark.parametrize("name", ["aten::cumsun", "cumsum", "torch.cumsun", "aten::add.Tensr", "foo"])
+def test_explain_an_unknown_op(name):
+    with pytest.raises(OpNameError, match="Did you mean|Its overloads|torch function"):
+        invoke("explain", name)
+
+
+def test_explain_exits_with_2_on_an_unknown_op():
+    done = run("explain", "aten::cumsun")
+    assert done.returncode == 2 and "'aten::cumsum'" in done.stderr
+
+
+def test_doctor():
+    text, code = invoke("doctor")
+    assert code == 0, text
+    assert "FAIL" not in text and text.rstrip().endswith("all is well")
+    rows = json.loads(invoke("doctor", "--json")[0])
+    assert all(row["ok"] for row in rows) and {"versions", "packs", "an op", "jit"} <= {row["check"] for row in rows}
+
+
+def test_doctor_finds_unmet_requirements(monkeypatch):
+    monkeypatch.setattr(cli.importlib.metadata, "requires", lambda name: ["torch>=99", "nosuchthing"])
+    problems = cli._unmet("torchax-core")
+    assert "torchax-core needs torch>=99, but " in problems[0] and "not installed" in problems[1]
+
+
+def test_help_documents_the_exit_codes():
+    text, code = invoke("--help")
+    assert code == 0 and "Exit codes" in text and {"packs", "ops", "explain", "doctor"} <= set(text.split())
+
+
+def test_module_runs():
+    done = subprocess.run([sys.executable, "-m", "torchax_core.cli", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "doctor" in done.stdout

@@ -1,0 +1,151 @@
+"""Real wheels, and fresh environments with nothing of ours in them but what a test installs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import tomllib
+import venv
+from pathlib import Path
+
+import filelock
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = sorted(p.parent for pattern in ("torchax_*", "plugins/*") for p in ROOT.glob(f"{pattern}/pyproject.toml"))
+OURS = ("torchax", "__editable__", "_torchax")
+
+
+def name_of(folder: Path) -> str:
+    """The distribution's name, as in its pyproject.toml."""
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"]
+
+
+@pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
+def folder(request) -> Path:
+    """The folder of each distribution in turn."""
+    return request.param
+
+
+@pytest.fixture(params=[name_of(folder) for folder in FOLDERS if folder.name != "torchax_core"])
+def pack(request) -> str:
+    """Each distribution in turn, except the core, by name."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory, request) -> dict[str, Path]:
+    """A wheel of every distribution, by name; built from copies, so that the source folders stay clean."""
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        folder = folder.parent  # shared by the workers of pytest-xdist: built once
+    folder = folder / "wheels"
+    with filelock.FileLock(f"{folder}.lock"):
+        return {name_of(source): _wheel(source, folder) for source in FOLDERS}
+
+
+def _wheel(source: Path, folder: Path) -> Path:
+    out = folder / source.name
+    if not any(out.glob("*.whl")):
+        copy = folder / "source" / source.name
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"{source}: {done.stdout}{done.stderr}"
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@dataclasses.dataclass
+class Site:
+    """A virtual environment."""
+
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        return Path(sysconfig.get_path("purelib", vars={"base": str(self.folder)}))
+
+    def install(self, *wheels: Path) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(self.python),
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+        ]
+        done = subprocess.run([*command, *map(str, wheels)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of the environment ("python", "torchax"), outside the source tree."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TORCHAX", "PYTEST", "COV"))}
+        return subprocess.run(
+            [str(self.folder / "bin" / command[0]), *command[1:]],
+            cwd=self.folder,
+            env={**environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    def python_json(self, code: str, **variables: str):
+        """What the code prints last, read as JSON."""
+        done = self.run("python", "-c", textwrap.dedent(code), **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def add_pack(self, name: str, code: str, *, entry: str | None = None, version: str = "1.0") -> None:
+        """Install a distribution `name` by hand: one module, and an entry point for it."""
+        module = name.replace("-", "_")
+        (self.packages / f"{module}.py").write_text(textwrap.dedent(code))
+        info = self.packages / f"{module}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[torchax.op_packs]\n{entry or module} = {module}\n")
+        (info / "RECORD").write_text("")
+
+
+@pytest.fixture(scope="session")
+def third_party(tmp_path_factory) -> Path:
+    """A folder of links to everything installed here, except what is ours."""
+    farm = tmp_path_factory.mktemp("third_party")
+    here = Path(sysconfig.get_path("purelib"))
+    for path in here.iterdir():
+        if not path.name.startswith(OURS) and not path.name.startswith(tuple(module_names())):
+            (farm / path.name).symlink_to(path)
+    return farm
+
+
+def module_names() -> set[str]:
+    """The import names of all our distributions, those of the example pack too."""
+    return {path.name for folder in FOLDERS for path in (folder / "src").iterdir() if path.is_dir()}
+
+
+@pytest.fixture(scope="session")
+def make_site(tmp_path_factory, third_party):
+    """Make a fresh environment that sees third parties' distributions and none of ours."""
+
+    def make(*wheels: Path) -> Site:
+        site = Site(tmp_path_factory.mktemp("site"))
+        venv.create(site.folder, with_pip=False, symlinks=True)
+        (site.packages / "third_party.pth").write_text(f"{third_party}\n")
+        if wheels:
+            site.install(*wheels)
+        return site
+
+    return make

@@ -1,0 +1,55 @@
+"""torchax: PyTorch programs on JAX/XLA. Importing this makes "jax" a torch device; how ops run comes from packs.
+
+    import torch, torchax_core
+    x = torch.randn(3, 4, device="jax")
+"""
+
+from torchax_core import errors
+from torchax_core.config import Config
+from torchax_core.device import register as _register
+from torchax_core.environment import Environment, Override, current_env, default_env, override_op_definition
+from torchax_core.hookspecs import hookimpl
+from torchax_core.interop import tensor
+from torchax_core.jit import compile, jit
+from torchax_core.opset import OpSet
+from torchax_core.promotion import (
+    ALWAYS_BOOL,
+    BOOL_TO_LONG,
+    COMPLEX_TO_FLOAT,
+    INT_TO_FLOAT,
+    KEEP,
+    SAME,
+    Promotion,
+    opmath,
+)
+from torchax_core.tensor import Tensor
+from torchax_core.view import View
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALWAYS_BOOL",
+    "BOOL_TO_LONG",
+    "COMPLEX_TO_FLOAT",
+    "Config",
+    "Environment",
+    "INT_TO_FLOAT",
+    "KEEP",
+    "OpSet",
+    "Override",
+    "Promotion",
+    "SAME",
+    "Tensor",
+    "View",
+    "compile",
+    "current_env",
+    "default_env",
+    "errors",
+    "hookimpl",
+    "jit",
+    "opmath",
+    "override_op_definition",
+    "tensor",
+]
+
+_register()

@@ -1,0 +1,138 @@
+"""Composite ops kept whole. torch decomposes `linear` or `scaled_dot_product_attention` in C++ above our dispatch; an op
+that a pack or an override defines is caught before that, on the AutogradPrivateUse1 key, and keeps its gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from torchax_core.kernel import DirectKernel, LoweringKernel
+from torchax_core.overrides import Declined, DecliningKernel
+from torchax_core.tensor import Tensor, active, make_tensor, resolve_active
+from torchax_core.variants import op_name
+from torchax_core.vjp import DifferentiableProgram, differentiable_call
+from torchax_core.view import View
+
+__all__ = ["is_composite", "keep_whole"]
+
+_libraries: dict[str, torch.library.Library] = {}
+_kept: set[str] = set()
+_lock = threading.Lock()
+
+
+def is_composite(func: Any) -> bool:
+    """Whether torch decomposes the op above every backend (it has a CompositeImplicitAutograd kernel)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op_name(func), "CompositeImplicitAutograd")
+
+
+def keep_whole(func: Any) -> None:
+    """From now on calls of the op on device "jax" come to us undecomposed. No effect on ops that are not composite."""
+    name = op_name(func)
+    with _lock:
+        if name in _kept or not is_composite(func):
+            return
+        namespace = name.partition("::")[0]
+        library = _libraries.get(namespace)
+        if library is None:
+            library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")  # noqa: TOR901
+
+        def caught(*args: Any, **kwargs: Any) -> Any:
+            kernels = active.kernels
+            if kernels is None:
+                kernels = resolve_active()
+            kernel = kernels.get(func)
+            if kernel is None:
+                kernel = active.environment._kernel(func)
+            return _run(kernel, func, args, kwargs)
+
+        library.impl(name.partition("::")[2], caught, "AutogradPrivateUse1")
+        _kept.add(name)
+
+
+def _run(kernel: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    definition = getattr(kernel, "definition", None)
+    if isinstance(kernel, DecliningKernel):
+        if getattr(kernel._running, "now", False):
+            return _run(kernel.following, func, args, kwargs)
+        kernel._running.now = True
+        try:
+            result = _run(kernel.kernel, func, args, kwargs)
+        except Declined:
+            result = NotImplemented
+        finally:
+            kernel._running.now = False
+        return _run(kernel.following, func, args, kwargs) if result is NotImplemented else result
+    if definition is None or definition.origin.pack == "torch":
+        return func.decompose(*args, **kwargs)
+    if isinstance(kernel, DirectKernel):
+        return kernel(args, kwargs)
+    if not torch.is_grad_enabled() or not _any_requires_grad(args) and not _any_requires_grad(kwargs.values()):
+        return kernel(args, kwargs)
+    if definition.composite_grad == "decompose" or not isinstance(kernel, LoweringKernel):
+        return func.decompose(*args, **kwargs)
+    return differentiable_kernel(kernel, args, kwargs)
+
+
+def _any_requires_grad(values: Any) -> bool:
+    for value in values:
+        cls = value.__class__
+        if cls is Tensor or cls is View:
+            if value.requires_grad:
+                return True
+        elif cls is list or cls is tuple:
+            if _any_requires_grad(value):
+                return True
+        elif isinstance(value, torch.Tensor) and value.requires_grad:
+            return True
+    return False
+
+
+def differentiable_kernel(kernel: LoweringKernel, args: Any, kwargs: Any) -> Any:
+    """Run a lowering with gradients by jax.vjp of its body."""
+    entry, arrays = kernel._enter(args, kwargs)
+    program = entry.grads.get("program")
+    avals = [a for group in entry.avals for a in (group if isinstance(group, list) else [group]) if a is not None]
+    if program is None:
+        body = entry.body
+        single = entry.single is not None
+        program = DifferentiableProgram(
+            (lambda *xs: (body(*xs),)) if single else body, wrap=lambda i, array: make_tensor(array, avals[i])
+        )
+        entry.grads["program"] = program
+    operands: list[Any] = list(arrays)
+    for i, tensor in enumerate(_flat_operands(kernel, args, kwargs)):
+        if tensor is not None:
+            operands[i] = tensor
+    results = list(differentiable_call(program, operands))
+    out: list[Any] = []
+    for group in entry.avals:
+        if isinstance(group, list):
+            out.append([results.pop(0) for _ in group])
+        else:
+            out.append(None if group is None else results.pop(0))
+    return entry.structure(out)
+
+
+def _flat_operands(kernel: LoweringKernel, args: Any, kwargs: Any) -> list[Any]:
+    """The Tensors of a call, one per array of its flat list, in the kernel's order; None for numbers."""
+    flat: list[Any] = []
+
+    def visit(value: Any, kind: str) -> None:
+        if isinstance(value, torch.Tensor):
+            flat.append(value if isinstance(value, Tensor) else None)
+        elif value is None or kind in ("static", "generator"):
+            return
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item, "tensor" if kind == "tensors" else kind)
+        else:
+            flat.append(None)
+
+    for value, kind in zip(args, kernel.kinds, strict=False):
+        visit(value, kind)
+    for name, value in kwargs.items():
+        visit(value, kernel.kinds_by_name[name])
+    return flat

@@ -1,0 +1,89 @@
+"""Copies between torch's CPU memory and jax arrays, both ways, every dtype, bit for bit.
+
+torch memory can be written to and jax arrays cannot, so a crossing copies once; narrow float types cross by bit-cast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from torchax_core.dtypes import BIT_CAST, SCALAR_DTYPES, jax_dtype, torch_dtype
+from torchax_core.errors import ConversionError, DataDependentError
+
+__all__ = ["array_from_numpy", "array_from_torch", "is_traced", "scalar_array", "torch_from_array"]
+
+_scalars: dict[tuple[type, Any], jax.Array] = {}
+_SCALARS_KEPT = 4096
+
+
+def is_traced(array: Any) -> bool:
+    """True for the stand-in that an array is while a function is traced."""
+    return isinstance(array, jax.core.Tracer)
+
+
+def array_from_numpy(value: np.ndarray) -> jax.Array:
+    """A jax array holding `value`, dtype kept (64-bit too). `value` must not be written to afterwards."""
+    with jax.enable_x64(True), jax.ensure_compile_time_eval():
+        return jax.device_put(value)
+
+
+def array_from_torch(tensor: torch.Tensor) -> jax.Array:
+    """A jax array with a copy of a CPU tensor's values, same shape and dtype.
+
+    Raises ConversionError for layouts and dtypes that JAX has none of (sparse, quantized).
+    """
+    dtype = jax_dtype(tensor.dtype)
+    if tensor.layout is not torch.strided:
+        raise ConversionError(
+            f"a tensor of layout {tensor.layout} cannot be put on device 'jax', which holds dense tensors only. "
+            "Make it dense first, with `.to_dense()`."
+        )
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    cast = BIT_CAST.get(tensor.dtype)
+    if cast is not None:
+        value = tensor.contiguous().view(cast[0]).numpy().view(dtype)
+    else:
+        value = tensor.numpy()
+    return array_from_numpy(np.array(value, copy=True, order="C"))
+
+
+def torch_from_array(array: jax.Array) -> torch.Tensor:
+    """A CPU tensor with a copy of a jax array's values, same shape and dtype, contiguous.
+
+    Raises DataDependentError while `array` is traced: its values are not known yet.
+    """
+    if is_traced(array):
+        raise DataDependentError(
+            f"the values of a traced tensor ({array.aval}) are needed on the CPU, but inside a jitted function they are "
+            "known only when the program runs. Move the copy (`.cpu()`, `.item()`, `.numpy()`, `print`) out of the "
+            "function, or return the tensor."
+        )
+    dtype = torch_dtype(array.dtype)
+    value = np.array(array, copy=True, order="C")
+    cast = BIT_CAST.get(dtype)
+    if cast is not None:
+        return torch.from_numpy(value.view(cast[1])).view(dtype)
+    return torch.from_numpy(value)
+
+
+def scalar_array(value: bool | int | float | complex) -> jax.Array:
+    """A 0-d array of a Python number, as wide as the number (int64, float64, complex128), kept for the next call."""
+    # -0.0 == 0.0 as keys, so zeros go by their spelling
+    key = (value.__class__, value if value else str(value))
+    array = _scalars.get(key)
+    if array is None:
+        dtype = SCALAR_DTYPES.get(value.__class__)
+        if dtype is None:
+            raise ConversionError(f"expected a bool, int, float or complex, but got {value!r} of {type(value)}.")
+        try:
+            array = array_from_numpy(np.asarray(value, dtype))
+        except OverflowError:
+            raise ConversionError(f"the number {value} does not fit into 64 bits.") from None
+        if len(_scalars) >= _SCALARS_KEPT:
+            _scalars.clear()
+        _scalars[key] = array
+    return array

@@ -1,0 +1,228 @@
+"""Makes PrivateUse1 the device "jax": its name, the `torch.jax` module, and the kernels torch calls without a tensor of ours.
+
+Importing torchax_core runs :func:`register`, once; nothing else of torch or jax changes.
+Source: https://docs.pytorch.org/docs/stable/notes/custom_backends.html
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import jax
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from torchax_core.tensor import DEVICE, DEVICE_TYPE, active, resolve_active
+from torchax_core.variants import find_op, op_name
+
+__all__ = ["register", "register_factories"]
+
+_library: torch.library.Library | None = None
+_registered: set[str] = set()
+
+
+class _DeviceModule(types.ModuleType):
+    """`torch.jax`: what torch and users ask of a device. One logical device; placement is jax's sharding."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.jax", "The device 'jax' (torchax).")
+
+    def is_available(self) -> bool:
+        """Always: JAX has at least its CPU."""
+        return True
+
+    def is_initialized(self) -> bool:
+        """Always; JAX starts its backend when first used."""
+        return True
+
+    def init(self) -> None:
+        """Nothing to do."""
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        """1: one logical device, however many chips its arrays are sharded over."""
+        return 1
+
+    def current_device(self) -> int:
+        """0."""
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """Only device 0 exists; anything else raises RuntimeError."""
+        index = torch.device(device).index if not isinstance(device, int) else device
+        if index not in (None, 0):
+            raise RuntimeError(f"there is one device 'jax:0', but {device!r} was asked for; placement is by jax sharding.")
+
+    def get_device_name(self, device: Any = None) -> str:
+        """The kind of chip JAX drives ("TPU v5e", "NVIDIA H100", "cpu")."""
+        return jax.devices()[0].device_kind
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        """Name, platform, number of chips and their memory in bytes (None where JAX does not tell)."""
+        devices = jax.devices()
+        limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+        return types.SimpleNamespace(
+            name=devices[0].device_kind, platform=devices[0].platform, count=len(devices), total_memory=limit
+        )
+
+    def get_device_capability(self, device: Any = None) -> None:
+        """None: capabilities in cuda's sense do not exist here."""
+        return None
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait until everything dispatched so far has run."""
+        jax.effects_barrier()
+        for d in jax.local_devices():
+            jax.block_until_ready(jax.device_put(0.0, d) + 0)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the random key of every environment."""
+        from torchax_core.environment import Environment
+
+        for reference in list(Environment._all):
+            environment = reference()
+            if environment is not None:
+                environment.random.seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def seed(self) -> None:
+        """Seed with a random number from the CPU generator."""
+        self.manual_seed(torch.seed())
+
+    seed_all = seed
+
+    def initial_seed(self) -> int:
+        """The seed of the active environment."""
+        return self._environment().random.initial
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """The active environment's random state, a uint8 CPU tensor."""
+        return self._environment().random.get_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
+        """Put back what get_rng_state gave."""
+        self._environment().random.set_state(new_state)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        """[get_rng_state()]."""
+        return [self.get_rng_state()]
+
+    def set_rng_state_all(self, new_states: Any) -> None:
+        """Put back what get_rng_state_all gave."""
+        for state in new_states:
+            self.set_rng_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """The dtypes of torch.autocast("jax", dtype=...). Asked when autocast is entered, so the policies are put in here."""
+        from torchax_core.amp import install
+
+        install(self._environment())
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    def is_bf16_supported(self) -> bool:
+        """True."""
+        return True
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """What JAX tells of the first chip's memory, in bytes; empty on CPU."""
+        return dict(jax.devices()[0].memory_stats() or {})
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Bytes in live arrays."""
+        stats = self.memory_stats()
+        return stats["bytes_in_use"] if "bytes_in_use" in stats else sum(a.nbytes for a in jax.live_arrays())
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        """Peak bytes in use, where JAX tells it; else the bytes in live arrays."""
+        return self.memory_stats().get("peak_bytes_in_use", self.memory_allocated())
+
+    def empty_cache(self) -> None:
+        """Nothing to do: JAX frees an array with its last reference."""
+
+    @staticmethod
+    def _environment() -> Any:
+        from torchax_core.environment import current_env
+
+        return current_env()
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
+    def is_available(self) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+    def has_primary_context(self, device_index: int) -> bool:
+        return True
+
+
+def register() -> None:
+    """Make the name "jax" a torch device, `torch.jax` its module, and this package its kernels."""
+    global _library
+    if _library is not None:
+        return
+    current = torch._C._get_privateuse1_backend_name()
+    if current not in ("privateuseone", DEVICE_TYPE):
+        raise ImportError(
+            f"torch's one slot for a device from outside (PrivateUse1) is taken by {current!r}; torchax_core needs it for "
+            "'jax'. Use the two in separate processes."
+        )
+    _setup_privateuseone_for_python_backend(DEVICE_TYPE, _DeviceModule(), hook=_Hooks())
+    _library = torch.library.Library("aten", "IMPL")  # noqa: TOR901 - kept alive for as long as the process
+    torch.serialization.register_package(15, _tag, _restore)
+    for name in ("aten::empty.memory_format", "aten::empty_strided", "aten::_copy_from", "aten::_copy_from_and_resize"):
+        _register(find_op(name))
+
+
+def _tag(storage: Any) -> str | None:
+    return DEVICE_TYPE if storage.device.type == DEVICE_TYPE else None
+
+
+class _LoadedStorage(torch.UntypedStorage):
+    """CPU bytes on their way to device "jax": torch.load asks a storage for its device, then makes a tensor there."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
+
+def _restore(storage: torch.UntypedStorage, location: str) -> Any:
+    if not location.startswith(DEVICE_TYPE):
+        return None
+    loaded = _LoadedStorage(storage.nbytes())
+    loaded.copy_(storage, False)
+    return loaded
+
+
+def _register(func: Any) -> None:
+    name = op_name(func)
+    if name in _registered or _library is None:
+        return
+
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        kernels = active.kernels
+        if kernels is None:
+            kernels = resolve_active()
+        kernel = kernels.get(func)
+        if kernel is None:
+            kernel = active.environment._kernel(func)
+        return kernel(args, kwargs)
+
+    _library.impl(name.partition("::")[2], factory, "PrivateUse1")
+    _registered.add(name)
+
+
+def register_factories(names: Any) -> None:
+    """Route ops without a tensor argument (zeros, arange, randn) straight to the definitions that packs have for them."""
+    for name in names:
+        func = find_op(name)
+        if func is None or name in _registered:
+            continue
+        arguments = func._schema.arguments
+        if any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments):
+            _register(func)

@@ -1,0 +1,469 @@
+"""Environment: what is in force for the ops of a thread: settings, overrides, random key. One default per process.
+
+    env = torchax_core.default_env()
+    with env.override_op_definition("aten::exp", my_exp, is_jax_function=True):
+        y = model(x)
+
+`with Environment(...):` makes another one active in this thread; nesting counts, and threads do not see each other's.
+The autograd engine's own threads run in the environment of the thread that called backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from torchax_core import composite, functions
+from torchax_core.config import Config
+from torchax_core.device import register_factories
+from torchax_core.errors import OpNameError, OperatorNotFound
+from torchax_core.kernel import DataDependentKernel, DirectKernel, LoweringKernel, ViewKernel, WritingKernel
+from torchax_core.opset import Definition, Origin, ViewDefinition, ViewRules
+from torchax_core.overrides import Declined, DecliningKernel
+from torchax_core.packs import host
+from torchax_core.random import RandomState
+from torchax_core.registry import OpTable, Source, make_kernel
+from torchax_core.tensor import active
+from torchax_core.variants import find_op, op_name, variant_of
+
+__all__ = ["Environment", "Explanation", "Override", "default_env", "override_op_definition"]
+
+_TLS_KEY = "torchax_environment"
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Who defines an op. `chain` is every candidate, the first is the one that runs; `str()` is for reading."""
+
+    op: str
+    schema: str
+    chain: tuple[Source, ...]
+    missing: str | None = None
+
+    @property
+    def source(self) -> Source | None:
+        """The candidate that runs, or None if nobody defines the op."""
+        return self.chain[0] if self.chain else None
+
+    def __str__(self) -> str:
+        lines = [self.op, f"  schema: {self.schema}"]
+        for i, source in enumerate(self.chain):
+            lines.append(f"  {'runs by' if i == 0 else 'over'}: {source}")
+        if self.missing:
+            lines.append("  " + self.missing.replace("\n", "\n  "))
+        return "\n".join(lines)
+
+
+class Override:
+    """A definition put in force at run time. `undo()` takes it back; as a context manager it does so at the end."""
+
+    def __init__(self, owner: Any, definition: Definition) -> None:
+        self._owner = owner
+        self.definition = definition
+        self.active = True
+
+    def undo(self) -> None:
+        """Take the override back; in any order, and twice is no fault."""
+        if self.active:
+            self.active = False
+            self._owner._remove(self)
+
+    def __enter__(self) -> Override:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        state = "" if self.active else ", undone"
+        return f"Override({self.definition.op!r}, {self.definition.origin}{state})"
+
+
+class _Overrides:
+    """A stack of overrides per op name; the newest is asked first."""
+
+    def __init__(self) -> None:
+        self.by_op: dict[str, list[Override]] = {}
+        self.version = 0
+        self.lock = threading.RLock()
+
+    def add(self, override: Override) -> None:
+        with self.lock:
+            self.by_op.setdefault(override.definition.op, []).append(override)
+            self.version += 1
+
+    def remove(self, override: Override) -> None:
+        with self.lock:
+            stack = self.by_op.get(override.definition.op, [])
+            if override in stack:
+                stack.remove(override)
+            if not stack:
+                self.by_op.pop(override.definition.op, None)
+            self.version += 1
+
+    def of(self, name: str) -> list[Override]:
+        """Overrides for an op's full name, or for all overloads of its base name, the newest first."""
+        found = list(self.by_op.get(name, ()))
+        base = name.partition(".")[0]
+        if base != name:
+            found = list(self.by_op.get(base + ".*", ())) + found
+        return found[::-1]
+
+
+class Environment:
+    """Settings, overrides and random key; active in a thread from `with env:` on, or as the process's default.
+
+    config: the settings; what TORCHAX_PACKS and its kin say is the default.
+    seed:   of the random key; torch.manual_seed sets it again, for every environment.
+    """
+
+    _default: Environment | None = None
+    _everywhere = _Overrides()
+    _default_lock = threading.RLock()
+    _all: list[Any] = []
+
+    def __init__(self, config: Config | None = None, *, seed: int | None = None) -> None:
+        import weakref
+
+        self.config = config or Config.from_environment()
+        self.random = RandomState(torch.initial_seed() if seed is None else seed, self.config.random_impl)
+        self._table = OpTable(self.config)
+        self._overrides = _Overrides()
+        self._kernels: dict[Any, Any] = {}
+        self._kernels_version = (0, 0)
+        self._lock = threading.RLock()
+        self._previous = threading.local()
+        Environment._all.append(weakref.ref(self))
+        if self.config.compilation_cache:
+            from torchax_core.caches import use_compilation_cache
+
+            use_compilation_cache(self.config.compilation_cache)
+
+    # -- active in a thread ----------------------------------------------------------------------
+
+    def __enter__(self) -> Environment:
+        stack = getattr(self._previous, "stack", None)
+        if stack is None:
+            stack = self._previous.stack = []
+        stack.append((active.environment, active.kernels))
+        self._activate()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        environment, kernels = self._previous.stack.pop()
+        if environment is None:
+            active.environment = None
+            active.kernels = None
+            torch._C._stash_obj_in_tls(_TLS_KEY, None)
+        else:
+            environment._activate()
+            if kernels is not None and active.trace is not None:
+                active.kernels = kernels
+
+    def _activate(self) -> None:
+        active.environment = self
+        active.kernels = self._kernels if active.trace is None else active.trace.kernels(self)
+        # the autograd engine hands this on to the threads that run backward
+        torch._C._stash_obj_in_tls(_TLS_KEY, self)
+
+    @classmethod
+    def _attach_thread(cls) -> Any:
+        """Find this thread's environment at its first op; returns the look-up from op to kernel."""
+        environment = torch._C._get_obj_in_tls(_TLS_KEY) if torch._C._is_key_in_tls(_TLS_KEY) else None
+        environment = environment or default_env()
+        active.environment = environment
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            # A thread of the autograd engine serves callers of any environment, so it asks each time.
+            active.kernels = environment._kernels
+        return environment._kernels
+
+    # -- ops -------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes whenever a definition does; part of the key of every compiled function."""
+        return (self._overrides.version, Environment._everywhere.version)
+
+    def _kernel(self, func: Any) -> Any:
+        """The kernel of a torch op, made on first use and kept until an override concerns it."""
+        with self._lock:
+            kernel = self._kernels.get(func)
+            if kernel is None:
+                kernel = self._make_kernel(func)
+                self._kernels[func] = kernel
+            return kernel
+
+    def _make_kernel(self, func: Any, skip: int = 0) -> Any:
+        from torchax_core.builtins import BUILTINS
+
+        name = op_name(func)
+        overrides = self._relevant(func)
+        if skip < len(overrides):
+            override, variant = overrides[skip]
+            return DecliningKernel(
+                _override_kernel(func, override.definition, variant),
+                override,
+                lambda: self._make_kernel(func, skip + 1),
+            )
+        builtin = BUILTINS.get(name)
+        if builtin is not None:
+            return DirectKernel(func, builtin(self, func))
+        return self._table.kernel(func, lambda _: None)
+
+    def _pack_kernel(self, func: Any) -> Any:
+        """The kernel below the core's own device ops, for those that hand on."""
+        return self._table.kernel(func, lambda _: None)
+
+    def _relevant(self, func: Any) -> list[tuple[Override, Any]]:
+        """Overrides that decide how `func` runs: its own, then its functional twin's."""
+        name = op_name(func)
+        found: list[tuple[Override, Any]] = []
+        stores = (self._overrides, Environment._everywhere)
+        for store in stores:
+            found += [(o, None) for o in store.of(name)]
+        variant = variant_of(func) if func._schema.is_mutable else None
+        if variant is not None:
+            for store in stores:
+                found += [(o, variant) for o in store.of(op_name(variant.twin)) if o.definition.op != name]
+        return found
+
+    def override_op_definition(
+        self, op: Any, impl: Callable[..., Any], *, is_jax_function: bool = False, is_view_op: bool = False
+    ) -> Override:
+        """Let `impl` run `op`, in this environment, from now on (functions compiled by torchax_core.jit included).
+
+        op:    "aten::exp", "aten::add.Tensor", a torch.ops object, or a torch function (or its dotted name). A name
+               without overload means every overload of the op.
+        impl:  with is_jax_function, a pure JAX function with the op's parameters, differentiable by jax.vjp where torch
+               decomposes the op itself; else torch code. NotImplemented declines, and the next definition is asked.
+        Returns a handle: `handle.undo()`, or `with env.override_op_definition(...):`.
+        Raises OpNameError for an op torch does not know.
+        """
+        return _override(self, self._overrides, op, impl, is_jax_function, is_view_op)
+
+    def _changed(self) -> None:
+        with self._lock:
+            self._kernels.clear()
+
+    def _remove(self, override: Override) -> None:
+        self._overrides.remove(override)
+        self._changed()
+        functions.refresh()
+
+    def explain(self, op: Any) -> Explanation:
+        """Who defines `op`, where, what it overrides, and what is missing. Raises OpNameError for an unknown op."""
+        func = resolve_op(op)
+        if func is None or not hasattr(func, "_schema"):
+            name, names = op if isinstance(op, str) else functions.function_name(op), []
+            chain = functions.chain(self, name)
+            del names
+            if chain or func is not None:
+                return Explanation(name, "a torch function", tuple(Source(level, str(d.origin), d) for level, d in chain))
+            raise OpNameError(unknown_op(op))
+        chain = [
+            Source("override", str(o.definition.origin), o.definition, via=op_name(v.twin) if v else None)
+            for o, v in self._relevant(func)
+        ]
+        from torchax_core.builtins import BUILTINS
+
+        name = op_name(func)
+        if name in BUILTINS:
+            chain.append(Source("core", f"torchax_core.builtins.{BUILTINS[name].__name__}"))
+        chain += [source for source, _ in self._table.chain(func)]
+        missing = None if chain else self._table.not_found_message(func)
+        return Explanation(name, str(func._schema), tuple(chain), missing)
+
+    @property
+    def packs(self) -> list[Any]:
+        """The packs in force, highest rank first."""
+        return self._table.packs
+
+    # -- random numbers --------------------------------------------------------------------------
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed this environment's random key."""
+        self.random.seed(seed)
+
+    def _random_arguments(self, generator: Any) -> tuple[Any, Any]:
+        return self.random.arguments(generator)
+
+    def __repr__(self) -> str:
+        kind = "default " if self is Environment._default else ""
+        return f"<{kind}Environment, overrides: {sum(map(len, self._overrides.by_op.values()))}>"
+
+
+class _Everywhere:
+    """The owner of overrides that hold in every environment, existing or to come."""
+
+    def _remove(self, override: Override) -> None:
+        Environment._everywhere.remove(override)
+        _all_changed()
+        functions.refresh()
+
+
+def _all_changed() -> None:
+    for reference in list(Environment._all):
+        environment = reference()
+        if environment is None:
+            Environment._all.remove(reference)
+        else:
+            environment._changed()
+
+
+def override_op_definition(
+    op: Any, impl: Callable[..., Any], *, is_jax_function: bool = False, is_view_op: bool = False
+) -> Override:
+    """As Environment.override_op_definition, in every environment, those made later included."""
+    return _override(_Everywhere(), Environment._everywhere, op, impl, is_jax_function, is_view_op)
+
+
+def _override(
+    owner: Any, store: _Overrides, op: Any, impl: Callable[..., Any], is_jax_function: bool, is_view_op: bool
+) -> Override:
+    name, func = _override_name(op)
+    origin = _origin(impl)
+    definition: Definition
+    if func is None:
+        definition = Definition(name, "function" if is_jax_function else "decomposition", impl, origin)
+    elif is_view_op:
+        definition = ViewDefinition(name, "view", impl, origin, rules=ViewRules(impl))
+    else:
+        definition = Definition(name, "lowering" if is_jax_function else "decomposition", impl, origin)
+    override = Override(owner, definition)
+    store.add(override)
+    if owner.__class__ is _Everywhere:
+        _all_changed()
+    else:
+        owner._changed()
+    if func is None:
+        functions.refresh()
+    else:
+        for overload in _overloads(name):
+            composite.keep_whole(overload)
+    return override
+
+
+def _override_name(op: Any) -> tuple[str, Any]:
+    """The name an override is kept under, and the torch op (None: a torch function)."""
+    func = resolve_op(op)
+    if func is None:
+        if callable(op) or (isinstance(op, str) and functions.find_function(op) is not None):
+            return (op if isinstance(op, str) else functions.function_name(op)), None
+        raise OpNameError(unknown_op(op))
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return func._qualified_op_name + ".*", func
+    return op_name(func), func
+
+
+def _overloads(name: str) -> list[Any]:
+    if name.endswith(".*"):
+        packet = resolve_op(name[:-2])
+        if isinstance(packet, torch._ops.OpOverload):
+            packet = packet.overloadpacket
+        return [getattr(packet, o) for o in packet.overloads()]
+    return [find_op(name)]
+
+
+def resolve_op(op: Any) -> Any:
+    """An OpOverload or OpOverloadPacket from a name, an op, or a builtin torch function; None if it is no op."""
+    if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return op
+    if isinstance(op, str):
+        if "::" not in op:
+            return None
+        namespace, _, rest = op.partition("::")
+        base, _, overload = rest.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), base, None)
+        if packet is None:
+            raise OpNameError(unknown_op(op))
+        if overload:
+            found = getattr(packet, overload, None)
+            if found is None:
+                raise OpNameError(unknown_op(op))
+            return found
+        return packet.default if packet.overloads() == ["default"] else packet
+    if inspect.isbuiltin(op) or type(op).__name__ in ("method_descriptor", "builtin_function_or_method"):
+        # torch.exp and torch.Tensor.exp are one aten op, and both should follow the override
+        packet = getattr(torch.ops.aten, op.__name__, None)
+        return packet
+    return getattr(op, "_opoverload", None)  # torch.library.custom_op
+
+
+def unknown_op(op: Any) -> str:
+    """The message for an op that torch does not know, with the nearest that it does."""
+    import difflib
+
+    name = op if isinstance(op, str) else repr(op)
+    names = torch._C._dispatch_get_all_op_names()
+    near = difflib.get_close_matches(str(name), names, 3)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return (
+        f"torch has no op {name!r}. Ops are named 'namespace::name' or 'namespace::name.overload', functions by their dotted "
+        f"path ('torch.nn.functional.interpolate').{hint}"
+    )
+
+
+def _override_kernel(func: Any, definition: Definition, variant: Any) -> Any:
+    """The kernel of an overridden op. One that may decline is made afresh for each override."""
+    if variant is not None:
+        return WritingKernel(func, definition, variant)
+    if isinstance(definition, ViewDefinition):
+        return ViewKernel(func, definition)
+    if definition.kind == "decomposition":
+        return DirectKernel(func, definition.body, definition)
+    if definition.data_dependent is not None:
+        return DataDependentKernel(func, definition)
+    if func._schema.is_mutable:
+        raise OpNameError(
+            f"{op_name(func)} writes into its arguments, which a JAX function cannot. Override its functional form "
+            f"({op_name(variant_of(func).twin) if variant_of(func) else 'none exists'}); the writing forms follow from it."
+        )
+    return LoweringKernel(func, definition)
+
+
+def _origin(impl: Callable[..., Any]) -> Origin:
+    plain = inspect.unwrap(impl)
+    code = getattr(plain, "__code__", None)
+    module = getattr(plain, "__module__", None) or "?"
+    if code is None:
+        return Origin("override", module, getattr(plain, "__qualname__", repr(plain)), 0)
+    return Origin("override", module, code.co_filename, code.co_firstlineno)
+
+
+def default_env() -> Environment:
+    """The process's default environment: what is in force where no `with Environment(...)` is."""
+    if Environment._default is None:
+        with Environment._default_lock:
+            if Environment._default is None:
+                Environment._default = Environment()
+    return Environment._default
+
+
+def current_env() -> Environment:
+    """The environment active in this thread."""
+    if active.environment is None or active.kernels is None:
+        Environment._attach_thread()
+    return active.environment  # type: ignore[no-any-return]
+
+
+def _after_load(pack: Any) -> None:
+    """What must be in place outside the op table once a pack's definitions are known."""
+    for name, definition in pack.definitions.items():
+        if definition.kind in ("lowering", "decomposition"):
+            func = find_op(name)
+            if func is not None:
+                composite.keep_whole(func)
+    register_factories(pack.definitions)
+    if pack.functions:
+        functions.refresh()
+
+
+host().on_load.append(_after_load)
+
+__all__ += ["Declined", "OperatorNotFound", "current_env", "make_kernel"]

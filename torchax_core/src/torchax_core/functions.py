@@ -1,0 +1,152 @@
+"""torch functions caught above aten (`Tensor.__torch_function__`), for packs and overrides that define one.
+
+Nothing is caught, and nothing is paid, until there is such a definition: only then does Tensor get a handler.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as pytree
+
+from torchax_core.opset import Definition
+from torchax_core.tensor import Tensor, active, resolve_active, wrap_array
+from torchax_core.vjp import DifferentiableProgram, differentiable_call
+
+__all__ = ["chain", "find_function", "function_name", "refresh"]
+
+_off = torch._C._disabled_torch_function_impl
+
+
+class _Running(threading.local):
+    names: frozenset[str] = frozenset()
+
+
+_running = _Running()
+
+
+def find_function(name: str) -> Any:
+    """The torch function of a dotted name ("torch.nn.functional.interpolate"); None if there is none."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute, None) if module else None
+    except ImportError:
+        return None
+
+
+def function_name(function: Any) -> str:
+    """A torch function's dotted name."""
+    return f"{getattr(function, '__module__', None) or 'torch'}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def chain(environment: Any, name: str) -> list[tuple[str, Definition]]:
+    """The definitions of a torch function, best first, each with where it stands."""
+    found: list[tuple[str, Definition]] = []
+    for store in (environment._overrides, type(environment)._everywhere):
+        found += [("override", o.definition) for o in store.of(name)]
+    definition = environment._table.definition(name)
+    if definition is not None:
+        found.append(("pack", definition))
+    return found
+
+
+def refresh() -> None:
+    """Give Tensor its handler if any function is defined, by an override or a pack; take it away otherwise."""
+    wanted = bool(_named())
+    if wanted:
+        Tensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
+    else:
+        Tensor.__torch_function__ = _off  # type: ignore[assignment]
+    _table.cache_clear()
+
+
+def _named() -> set[str]:
+    from torchax_core.environment import Environment
+
+    names: set[str] = set()
+    stores = [Environment._everywhere]
+    for reference in Environment._all:
+        environment = reference()
+        if environment is not None:
+            stores.append(environment._overrides)
+            for pack in environment._table._active or ():
+                names |= pack.functions
+    for store in stores:
+        names |= {n for n, stack in store.by_op.items() if "::" not in n and stack}
+    return names
+
+
+@functools.cache
+def _table() -> dict[Any, str]:
+    """From the function objects to be caught to their names."""
+    table = {}
+    for name in _named():
+        function = find_function(name)
+        if function is not None:
+            table[function] = name
+    return table
+
+
+def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    name = _table().get(func)
+    if name is not None and name not in _running.names:
+        if active.kernels is None:
+            resolve_active()
+        result = _call(name, args, kwargs or {})
+        if result is not NotImplemented:
+            return result
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def _call(name: str, args: Any, kwargs: Any) -> Any:
+    before = _running.names
+    for _, definition in chain(active.environment, name):
+        _running.names = before | {name}
+        try:
+            if definition.kind == "function":
+                result = _call_jax(definition, args, kwargs)
+            else:
+                result = definition.body(*args, **kwargs)
+        finally:
+            _running.names = before
+        if result is not NotImplemented:
+            return result
+    return NotImplemented
+
+
+class _Declines(Exception):  # noqa: N818 - a signal, never seen by a user
+    pass
+
+
+def _call_jax(definition: Definition, args: Any, kwargs: Any) -> Any:
+    """A JAX function in a torch function's place; tensors become arrays, gradients come from jax.vjp."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    operands = [leaves[i] if isinstance(leaves[i], Tensor) else leaves[i].to("jax") for i in places]
+    static = [None if i in set(places) else leaf for i, leaf in enumerate(leaves)]
+    out_spec: list[Any] = []
+
+    def fn(*arrays: jax.Array) -> Any:
+        full = list(static)
+        for i, array in zip(places, arrays, strict=True):
+            full[i] = array
+        inner_args, inner_kwargs = pytree.tree_unflatten(full, spec)
+        out = definition.body(*inner_args, **inner_kwargs)
+        if out is NotImplemented:
+            raise _Declines
+        flat, made = pytree.tree_flatten(out)
+        out_spec[:] = [made]
+        return tuple(flat)
+
+    program = DifferentiableProgram(fn, jit=False, wrap=lambda i, array: wrap_array(array))
+    try:
+        results = differentiable_call(program, operands)
+    except _Declines:
+        return NotImplemented
+    return pytree.tree_unflatten(list(results), out_spec[0])

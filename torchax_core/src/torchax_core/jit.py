@@ -1,0 +1,2 @@
+def jit(fn): return fn
+def compile(fn): return fn

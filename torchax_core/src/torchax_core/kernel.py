@@ -1,0 +1,902 @@
+"""Kernels: what runs when torch dispatches an op to device "jax". One object per op, made on first use from its schema.
+
+A call goes: scan the arguments into a signature (interned avals, static values, types of scalars) and a flat list of
+arrays; look the signature up; run its compiled function; wrap or write the results. Everything that can be done once is
+done when a signature is new: torch's own meta kernel checks the call and gives result shapes, strides and dtypes,
+promotion is decided, and the lowering is put under `jax.jit`. See docs/dispatch.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch._prims_common import elementwise_dtypes
+from torch.utils import _pytree as pytree
+
+from torchax_core import log
+from torchax_core.convert import array_from_torch, is_traced, scalar_array
+from torchax_core.dtypes import jax_dtype, torch_dtype
+from torchax_core.errors import (
+    DataDependentError,
+    LoweringMismatchError,
+    OperatorNotFound,
+    SignatureError,
+)
+from torchax_core.opset import Definition, ViewDefinition
+from torchax_core.symbolic import array_of_symbol
+from torchax_core.tensor import Aval, Tensor, active, make_tensor
+from torchax_core.variants import Variant, op_name
+from torchax_core.view import ROOT, View, make_view
+
+__all__ = ["DataDependentKernel", "DirectKernel", "LoweringKernel", "ViewKernel", "WritingKernel", "arrays_of"]
+
+# What the schema says of an argument, as far as a call needs to know.
+_TENSOR, _TENSORS, _SCALAR, _STATIC, _GENERATOR = "tensor", "tensors", "scalar", "static", "generator"
+
+_LEFT_OUT = frozenset({"layout", "device", "pin_memory", "memory_format", "non_blocking", "generator"})
+_CPU_INDICES = frozenset({"index", "index_put", "_unsafe_index", "_unsafe_index_put", "_index_put_impl"})
+
+
+def _kind(argument: Any, static: frozenset[str]) -> str:
+    kind = str(argument.type)
+    if kind.startswith("Optional["):
+        kind = kind[len("Optional[") : -1]
+    if kind == "Tensor":
+        return _TENSOR
+    if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+        return _TENSORS
+    if kind == "Generator":
+        return _GENERATOR
+    if kind in ("number", "float", "List[number]", "List[float]") and argument.name not in static:
+        return _SCALAR
+    return _STATIC
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """In a template of arguments: the `index`-th array of the call, cast to `dtype` if that is given."""
+
+    index: int
+    dtype: np.dtype | None = None
+
+
+class _Decomposing(threading.local):
+    """The ops whose torch decompositions are being traced in this thread, outermost first."""
+
+    names: tuple[str, ...] = ()
+
+
+_decomposing = _Decomposing()
+_DEEPEST = 8  # an op may decompose into itself on smaller inputs, but not for ever
+
+
+class _Entry:
+    """One signature of one op, compiled: the function of arrays, and what its results are."""
+
+    __slots__ = ("avals", "body", "grads", "run", "single", "structure")
+
+    def __init__(self, body: Callable[..., Any], avals: list[Any], structure: Any) -> None:
+        self.body = body
+        self.run = jax.jit(body, inline=True)
+        self.avals = avals  # an Aval, None, or a list of avals, per result of the op
+        self.structure = structure
+        self.single: Aval | None = avals[0] if len(avals) == 1 and isinstance(avals[0], Aval) else None
+        self.grads: dict[Any, Any] = {}
+
+
+class LoweringKernel:
+    """Runs a functional op through a pure JAX function (a lowering), or through torch code traced into one."""
+
+    def __init__(self, func: Any, definition: Definition, variant: Variant | None = None) -> None:
+        self.func = func
+        self.name = op_name(func)
+        self.definition = definition
+        self.variant = variant
+        self.schema = func._schema
+        arguments = self.schema.arguments
+        static = definition.static
+        if definition.kind == "decomposition":
+            static = frozenset(a.name for a in arguments)  # torch code branches on its numbers
+        self.arguments = arguments
+        self.kinds = tuple(_kind(a, static) for a in arguments)
+        self.kinds_by_name = {a.name: k for a, k in zip(arguments, self.kinds, strict=True)}
+        self.wants_key = "key" in definition.parameters
+        self.accepted = self._accepted_names()
+        self.entries: dict[Any, _Entry] = {}
+
+    # -- the call --------------------------------------------------------------------------------
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        entry, arrays = self._enter(args, kwargs)
+        results = entry.run(*arrays)
+        aval = entry.single
+        if aval is not None:
+            return make_tensor(results, aval)
+        return entry.structure(self._wrap(results, entry.avals))
+
+    def _enter(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[_Entry, list[Any]]:
+        key: list[Any] = []
+        arrays: list[Any] = []
+        for a, kind in zip(args, self.kinds, strict=False):
+            cls = a.__class__
+            if cls is Tensor:
+                key.append(a._aval)
+                arrays.append(a._store.array)
+            elif cls is View:
+                key.append(a._aval)
+                arrays.append(a._array())
+            elif kind is _STATIC:
+                key.append(tuple(a) if cls is list else a)
+            else:
+                self._scan(a, kind, key, arrays)
+        generator = None
+        if kwargs:
+            kinds = self.kinds_by_name
+            for name, a in kwargs.items():
+                kind = kinds[name]
+                key.append(name)
+                if kind is _GENERATOR:
+                    generator = a
+                else:
+                    self._scan(a, kind, key, arrays)
+        signature = tuple(key)
+        entry = self.entries.get(signature)
+        if entry is None:
+            entry = self._new_signature(args, kwargs or {}, arrays)
+            self.entries[signature] = entry
+        if self.wants_key:
+            arrays.extend(active.environment._random_arguments(generator))
+        return entry, arrays
+
+    def _scan(self, a: Any, kind: str, key: list[Any], arrays: list[Any]) -> None:
+        cls = a.__class__
+        if cls is Tensor or cls is View:
+            key.append(a._aval)
+            arrays.append(a._array())
+        elif a is None:
+            key.append(None)
+        elif kind is _STATIC:
+            # 1, 1.0 and True are equal as keys, but not the same static value
+            key.append(tuple(a) if cls is list else a)
+            if cls is float or cls is bool or cls is complex:
+                key.append(cls)
+        elif kind is _TENSORS or cls is list or cls is tuple:
+            key.append(len(a))
+            for item in a:
+                self._scan(item, _TENSOR if kind is _TENSORS else kind, key, arrays)
+        elif cls is float or cls is int or cls is bool or cls is complex:
+            key.append(cls)
+            arrays.append(scalar_array(a))
+        elif isinstance(a, torch.Tensor):
+            self._scan_foreign(a, key, arrays)
+        elif kind is _GENERATOR:
+            key.append("generator")
+        else:
+            symbol = array_of_symbol(a)
+            key.append(("symbol", symbol.dtype))
+            arrays.append(symbol)
+
+    def _scan_foreign(self, a: torch.Tensor, key: list[Any], arrays: list[Any]) -> None:
+        """A tensor that is not ours among the arguments: as on cuda, a 0-d CPU tensor and CPU indices are welcome."""
+        if isinstance(a, Tensor):  # a subclass of ours
+            key.append(a._aval)
+            arrays.append(a._array())
+            return
+        welcome = a.device.type == "cpu" and (a.dim() == 0 or self.schema.name.partition("::")[2] in _CPU_INDICES)
+        if not welcome:
+            name = next((x.name for x, k in zip(self.arguments, self.kinds, strict=True) if k in (_TENSOR, _TENSORS)), "?")
+            names = [x.name for x in self.arguments]
+            name = names[len(arrays)] if len(arrays) < len(names) else name
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, jax:0 and "
+                f"{a.device}! (when checking argument for argument {name} in {self.name}). Move it with `.to('jax')`."
+            )
+        key.append(Aval.contiguous(tuple(a.shape), a.dtype))
+        arrays.append(array_from_torch(a))
+
+    def _wrap(self, results: Any, avals: list[Any]) -> list[Any]:
+        out: list[Any] = []
+        at = 0
+        for aval in avals:
+            if aval is None:
+                out.append(None)
+            elif isinstance(aval, list):
+                out.append([make_tensor(results[at + i], x) for i, x in enumerate(aval)])
+                at += len(aval)
+            else:
+                out.append(make_tensor(results[at], aval))
+                at += 1
+        return out
+
+    # -- a new signature -------------------------------------------------------------------------
+
+    def _new_signature(self, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]) -> _Entry:
+        log.new_signature(self.name, args, kwargs)
+        counter = iter(range(len(arrays)))
+        bound: dict[str, Any] = {}
+        metas: dict[str, Any] = {}
+        for argument, kind, a in self._bind(args, kwargs):
+            bound[argument.name] = _template(a, kind, counter)
+            metas[argument.name] = _meta(a, argument.name)
+        avals = self._result_avals(metas, kwargs)
+        call = self._body_call(bound, metas)
+        body = self._guarded(call, avals)
+        if avals is None:
+            avals = self._avals_by_tracing(body, arrays)
+            body = self._guarded(call, avals)
+        return _Entry(body, avals, _structure(self.schema))
+
+    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, str, Any]]:
+        pairs = list(zip(self.arguments, self.kinds, args, strict=False))
+        by_name = {a.name: a for a in self.arguments}
+        pairs += [(by_name[name], self.kinds_by_name[name], value) for name, value in kwargs.items()]
+        return pairs
+
+    def _result_avals(self, metas: dict[str, Any], kwargs: dict[str, Any]) -> list[Any] | None:
+        """Run the op on meta tensors: torch's checks and errors, and the avals of the results. None without a meta kernel."""
+        outs = run_on_meta(self.func, self.arguments, metas)
+        if outs is None:
+            return None
+        return avals_of(outs, len(self.schema.returns))
+
+    def _avals_by_tracing(self, body: Callable[..., Any], arrays: list[Any]) -> list[Any]:
+        extra = [jax.random.key(0), np.uint32(0)] if self.wants_key else []
+        shapes = jax.eval_shape(body, *arrays, *extra)
+        flat = [Aval.contiguous(s.shape, torch_dtype(s.dtype)) for s in shapes]
+        if len(self.schema.returns) == 1 and str(self.schema.returns[0].type).startswith("List"):
+            return [flat]
+        return list(flat)
+
+    def _accepted_names(self) -> frozenset[str]:
+        definition = self.definition
+        names = [a.name for a in self.arguments if not a.is_out]
+        if definition.kind == "decomposition":
+            return frozenset(names)  # called with the op's own arguments, positionally: its names are its own affair
+        if definition.positional:
+            return frozenset(n for n in names if n not in _LEFT_OUT)
+        parameters = definition.parameters
+        if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values()):
+            return frozenset(names)
+        missing = [n for n in names if n not in parameters and n not in _LEFT_OUT]
+        if self.variant is not None:
+            missing = [n for n in missing if n in {a.name for a in self.variant.twin._schema.arguments}]
+        # one body may serve several overloads: a parameter with a default need not be in each
+        unknown = [n for n, p in parameters.items() if n not in names and n != "key" and p.default is p.empty]
+        if self.variant is not None:
+            unknown = [n for n in unknown if n not in {a.name for a in self.variant.twin._schema.arguments}]
+        if missing or unknown:
+            raise SignatureError(
+                f"the {definition.kind} of {definition.op} at {definition.origin.file}:{definition.origin.line} does not fit "
+                f"the op's schema `{self.schema}`: "
+                + "; ".join(
+                    ([f"it lacks the argument(s) {', '.join(missing)}"] if missing else [])
+                    + ([f"it has parameter(s) {', '.join(unknown)} that the op has none of"] if unknown else [])
+                )
+                + ". Name the parameters as the schema does."
+            )
+        return frozenset(n for n in parameters if n != "key")
+
+    def _body_call(self, bound: dict[str, Any], metas: dict[str, Any]) -> Callable[..., Any]:
+        """The definition's body as a function of the call's arrays: static values put in, promotion applied."""
+        definition = self.definition
+        template = {n: v for n, v in bound.items() if n in self.accepted}
+        for argument in self.arguments:
+            # a schema default that the body does not repeat (or one without default in the body) is passed on
+            if argument.name not in bound and argument.name in self.accepted and not argument.is_out:
+                parameter = definition.parameters.get(argument.name)
+                if parameter is not None and parameter.default is parameter.empty and not definition.positional:
+                    template[argument.name] = _template(argument.default_value, _STATIC, iter(()))
+        template = self._promoted(template, metas)
+        wants_key = self.wants_key
+        body = definition.body
+
+        if definition.positional:
+            values = tuple(template.values())
+            return lambda arrays: body(*_fill(values, arrays))
+        if definition.kind == "decomposition":
+            return self._decomposition_call(template, metas)
+
+        def call(arrays: Sequence[jax.Array]) -> Any:
+            extra = {"key": jax.random.fold_in(arrays[-2], arrays[-1])} if wants_key else {}
+            return body(**{name: _fill(value, arrays) for name, value in template.items()}, **extra)
+
+        return call
+
+    def _decomposition_call(self, template: dict[str, Any], metas: dict[str, Any]) -> Callable[..., Any]:
+        body = self.definition.body
+        names = [a.name for a in self.arguments if not a.kwarg_only]
+
+        def call(arrays: Sequence[jax.Array]) -> Any:
+            if _decomposing.names.count(self.name) > _DEEPEST:
+                chain = " -> ".join(_decomposing.names[-4:])
+                raise OperatorNotFound(
+                    f"no definition of {self.name} for device 'jax': torch's decompositions go round in circles ({chain}). "
+                    f"Give one of these a lowering: env.override_op_definition({self.name!r}, ..., is_jax_function=True)."
+                )
+            outer = _decomposing.names
+            _decomposing.names = (*outer, self.name)
+            try:
+                return run(arrays)
+            finally:
+                _decomposing.names = outer
+
+        def run(arrays: Sequence[jax.Array]) -> Any:
+            filled = {n: _as_tensors(_fill(v, arrays), metas.get(n)) for n, v in template.items()}
+            positional = []
+            for name in names:
+                if name not in filled:
+                    break
+                positional.append(filled.pop(name))
+            return arrays_of(body(*positional, **filled))
+
+        return call
+
+    def _promoted(self, template: dict[str, Any], metas: dict[str, Any]) -> dict[str, Any]:
+        promote = self.definition.promote
+        kinds = self.kinds_by_name
+        if self.definition.kind == "decomposition":
+            return template
+        taking = promote.arguments or tuple(n for n in template if kinds[n] in (_TENSOR, _TENSORS, _SCALAR, _STATIC))
+        if promote.kind is not None:
+            parts = _leaves([metas[n] for n in taking if n in metas and kinds[n] in (_TENSOR, _TENSORS)])
+            scalars = [metas[n] for n in taking if n in metas and kinds[n] is _SCALAR]
+            if promote.arguments or not parts:
+                parts = parts + [s for s in scalars if s is not None]
+            else:
+                # a schema Scalar (alpha, value) never lifts the tensors' dtype, except where it stands for an operand
+                parts = parts + [s for n, s in _operands(self.arguments, metas, taking, kinds) if s is not None]
+            compute, _ = elementwise_dtypes(*parts, type_promotion_kind=promote.kind)
+            dtype = jax_dtype(compute)
+            return {n: _cast(v, dtype) if n in taking and kinds[n] is not _STATIC else v for n, v in template.items()}
+        # without promotion the tensors stay as they are, and scalars come in the type the tensors compute in
+        dtype = _scalar_dtype(_leaves(list(metas.values())))
+        return {n: _cast_scalars(v, dtype) if kinds[n] is _SCALAR else v for n, v in template.items()}
+
+    def _guarded(self, call: Callable[..., Any], avals: list[Any] | None) -> Callable[..., Any]:
+        """`call` with its results checked against torch's, cast to torch's dtypes, and never one of its inputs."""
+        scope = self.name.partition("::")[2]
+        definition = self.definition
+        flat_avals = None if avals is None else _flat_avals(avals)
+
+        def body(*arrays: jax.Array) -> Any:
+            with jax.enable_x64(True), jax.named_scope(scope):
+                try:
+                    results = _flat_results(call(arrays))
+                except Exception as error:
+                    shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays if hasattr(a, "dtype"))
+                    error.add_note(f"while running {self.name}, defined by {definition.origin}, on ({shapes})")
+                    raise
+                if flat_avals is not None:
+                    results = self._checked(results, flat_avals)
+                results = [jnp.copy(r) if any(r is a for a in arrays) else r for r in results]
+            if avals is not None and len(avals) == 1 and isinstance(avals[0], Aval):
+                return results[0]
+            return tuple(results)
+
+        return body
+
+    def _checked(self, results: list[Any], avals: list[Aval | None]) -> list[Any]:
+        if len(results) == len(avals):
+            results = [r for r, aval in zip(results, avals, strict=True) if aval is not None]
+        else:
+            results = [r for r in results if r is not None]
+        wanted = [aval for aval in avals if aval is not None]
+        got = [jnp.asarray(r) for r in results if r is not None]
+        if len(got) != len(wanted) or any(g.shape != w.shape for g, w in zip(got, wanted, strict=True)):
+            raise LoweringMismatchError(
+                f"{self.name}: torch's meta kernel says {wanted}, but the {self.definition.kind} by {self.definition.origin} "
+                f"returned {[f'{g.dtype}{list(g.shape)}' for g in got]}. The definition is at fault; override it with "
+                f"env.override_op_definition({self.definition.op!r}, ...) or report it to the pack."
+            )
+        return [_to_dtype(g, w.jax_dtype) for g, w in zip(got, wanted, strict=True)]
+
+
+class WritingKernel(LoweringKernel):
+    """Runs an in-place or out= op through its functional twin, and writes the results into the arguments."""
+
+    def __init__(self, func: Any, definition: Definition, variant: Variant) -> None:
+        super().__init__(func, definition, variant)
+        self.positions = {a.name: i for i, a in enumerate(self.arguments)}
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        entry, arrays = self._enter(args, kwargs)
+        results = entry.run(*arrays)
+        if entry.single is not None:
+            results = (results,)
+        variant = self.variant
+        assert variant is not None
+        del arrays  # they would keep the old values alive while the new ones are written
+        fresh = self._wrap(results, entry.avals[: variant.fresh])
+        at = sum(len(a) if isinstance(a, list) else a is not None for a in entry.avals[: variant.fresh])
+        for name, aval in zip(variant.written, entry.avals[variant.fresh :], strict=True):
+            target = self._argument(name, args, kwargs)
+            if isinstance(aval, list):
+                for t in target:
+                    t._write(results[at])
+                    at += 1
+            elif aval is not None:
+                if name in variant.outs and target._aval is not aval and target._aval.shape != aval.shape:
+                    become(target, make_tensor(results[at], aval))
+                else:
+                    target._write(results[at])
+                at += 1
+        return self._returned(fresh, args, kwargs)
+
+    def _argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        if kwargs and name in kwargs:
+            return kwargs[name]
+        at = self.positions[name]
+        return args[at] if at < len(args) else None
+
+    def _returned(self, fresh: list[Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        returns = self.variant.returns  # type: ignore[union-attr]
+        if not returns:
+            return None
+        left = iter(fresh)
+        out = [next(left) if name is None else self._argument(name, args, kwargs) for name in returns]
+        return out[0] if len(out) == 1 else tuple(out)
+
+    def _result_avals(self, metas: dict[str, Any], kwargs: dict[str, Any]) -> list[Any] | None:
+        variant = self.variant
+        assert variant is not None
+        for name in variant.written:
+            for leaf in _leaves([metas.get(name)]):
+                if not isinstance(leaf, torch.Tensor):
+                    raise TypeError(f"{self.name}: `{name}` must be a tensor on device 'jax', but is {leaf!r}.")
+                if any(n > 1 and step == 0 for n, step in zip(leaf.shape, leaf.stride(), strict=True)):
+                    raise RuntimeError(
+                        "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+                        "location. Please clone() the tensor before performing the operation."
+                    )
+        before = {n: _shapes(metas.get(n)) for n in variant.written}
+        outs = run_on_meta(self.func, self.arguments, metas)
+        fresh: list[Any] = []
+        if outs is not None and variant.fresh:
+            results = outs if isinstance(outs, (tuple, list)) else (outs,)
+            kept = [r for r, name in zip(results, variant.returns, strict=True) if name is None]
+            fresh = avals_of(kept if len(kept) != 1 else kept[0], len(kept))
+        elif variant.fresh or outs is None:
+            twin_names = {a.name for a in variant.twin._schema.arguments}
+            again = run_on_meta(
+                variant.twin, variant.twin._schema.arguments, {n: v for n, v in metas.items() if n in twin_names}
+            )
+            if again is None:
+                if variant.fresh:
+                    return None
+            else:
+                values = again if isinstance(again, (tuple, list)) else (again,)
+                fresh = avals_of(tuple(values[: variant.fresh]), variant.fresh) if variant.fresh else []
+                if outs is None:
+                    self._check_castable(values[variant.fresh :], metas)
+        written = []
+        for name in variant.written:
+            if name not in variant.outs and before[name] != _shapes(metas.get(name)):
+                raise LoweringMismatchError(f"{self.name} changed the shape of `{name}`, which an in-place op cannot.")
+            written.append(_avals(metas.get(name)))
+        return [*fresh, *written]
+
+    def _check_castable(self, values: Sequence[Any], metas: dict[str, Any]) -> None:
+        for name, value in zip(self.variant.written, values, strict=True):  # type: ignore[union-attr]
+            target = metas.get(name)
+            if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
+                if not torch.can_cast(value.dtype, target.dtype):
+                    raise RuntimeError(
+                        f"result type {_type_name(value.dtype)} can't be cast to the desired output type "
+                        f"{_type_name(target.dtype)}"
+                    )
+
+    def _checked(self, results: list[Any], avals: list[Aval | None]) -> list[Any]:
+        # an in-place op whose twin broadcasts (fill_, copy_) may give a smaller result than what it writes to
+        if len(results) == len(avals):
+            results = [
+                jnp.broadcast_to(r, a.shape) if r is not None and a is not None and jnp.ndim(r) == 0 else r
+                for r, a in zip(results, avals, strict=True)
+            ]
+        return super()._checked(results, avals)
+
+    def _body_call(self, bound: dict[str, Any], metas: dict[str, Any]) -> Callable[..., Any]:
+        variant = self.variant
+        assert variant is not None
+        twin_names = {a.name for a in variant.twin._schema.arguments}
+        kept = {n: v for n, v in bound.items() if n in twin_names}
+        if "dtype" in twin_names and "dtype" not in kept and variant.outs and "dtype" in self.definition.parameters:
+            out = metas[next(iter(variant.outs))]
+            kept["dtype"] = jax_dtype(out.dtype)
+            self.kinds_by_name.setdefault("dtype", _STATIC)
+            self.accepted = self.accepted | {"dtype"}
+        return super()._body_call(kept, metas)
+
+
+class ViewKernel:
+    """Runs a view op: gives a View over the same storage. Computes nothing but, once per signature, its geometry."""
+
+    def __init__(self, func: Any, definition: ViewDefinition) -> None:
+        self.func = func
+        self.name = op_name(func)
+        self.definition = definition
+        self.rules = definition.rules
+        self.schema = func._schema
+        self.entries: dict[Any, Any] = {}
+        self.many = str(self.schema.returns[0].type).startswith("List")
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        base = args[0]
+        if base.__class__ is View:
+            path, offsets, offset = base._path, base._offsets, base.storage_offset()
+        else:
+            path, offsets, offset = ROOT, (), 0
+        key = [base._aval, offset]
+        for a in args[1:]:
+            key.append(tuple(a) if a.__class__ is list else a)
+        if kwargs:
+            key.extend(kwargs.items())
+        signature = tuple(key)
+        entry = self.entries.get(signature)
+        if entry is None:
+            entry = self._new_signature(base, offset, args[1:], kwargs or {})
+            if len(self.entries) > 20_000:  # a loop over every index of something long
+                self.entries.clear()
+            self.entries[signature] = entry
+        static, traced, avals = entry
+        store = base._store
+        if self.many:
+            return [
+                make_view(store, aval, at, path.child(self.rules, static, len(traced), i), offsets + traced)
+                for i, (aval, at) in enumerate(avals)
+            ]
+        aval, at = avals
+        return make_view(store, aval, at, path.child(self.rules, static, len(traced)), offsets + traced)
+
+    def _new_signature(self, base: Any, offset: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        aval = base._aval
+        meta = torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device="meta")
+        if offset:
+            meta = meta.as_strided(aval.shape, aval.stride, offset)
+        with torch.no_grad():
+            out = self.func(meta, *args, **kwargs)
+        values = list(args) + [None] * (len(self.schema.arguments) - 1 - len(args))
+        for i, argument in enumerate(self.schema.arguments[1:]):
+            if i >= len(args):
+                values[i] = kwargs.get(argument.name, argument.default_value)
+        if self.rules.split is not None:
+            static, traced = self.rules.split(aval.shape, *values)
+        else:
+            static, traced = tuple(_hashable(jax_value(v)) for v in values), ()
+        if self.many:
+            return static, traced, [(_avals(x), x.storage_offset()) for x in out]
+        return static, traced, (_avals(out), out.storage_offset())
+
+
+class DataDependentKernel(LoweringKernel):
+    """Runs an op whose result's shape, or Python value, depends on the data: eagerly, on concrete arrays."""
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        bound = {
+            argument.name: _template_concrete(a, kind, self._concrete)
+            for argument, kind, a in self._bind(args, kwargs or {})
+            if argument.name in self.accepted
+        }
+        with jax.enable_x64(True):
+            out = self.definition.body(**bound)
+        if self.variant is not None:
+            raise SignatureError(f"{self.name}: a data-dependent op cannot be written through its functional twin.")
+        return _wrap_concrete(out)
+
+    def _concrete(self, tensor: torch.Tensor) -> jax.Array:
+        array = tensor._array() if isinstance(tensor, Tensor) else array_from_torch(tensor)
+        if is_traced(array):
+            raise DataDependentError(
+                f"{self.name}: the shape of its result depends on the values of its input ({array.aval}), which inside a "
+                f"jitted function are known only when the program runs. Instead: {self.definition.data_dependent}; or "
+                "leave this line out of the jitted function."
+            )
+        return array
+
+
+class DirectKernel:
+    """Runs an op by a Python function of torch tensors, called afresh each time (it is not compiled as a whole)."""
+
+    def __init__(self, func: Any, run: Callable[..., Any], definition: Definition | None = None) -> None:
+        self.func = func
+        self.name = op_name(func)
+        self.run = run
+        self.definition = definition
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        return self.run(*args, **(kwargs or {}))
+
+
+# -- meta runs -----------------------------------------------------------------------------------
+
+
+def run_on_meta(func: Any, arguments: Sequence[Any], metas: dict[str, Any]) -> Any:
+    """Call `func` on meta tensors: raises what torch raises for a bad call; None if the op has no meta kernel."""
+    positional, keywords = [], {}
+    for argument in arguments:
+        if argument.name in metas:
+            if argument.kwarg_only or keywords:
+                keywords[argument.name] = metas[argument.name]
+            else:
+                positional.append(metas[argument.name])
+        elif not argument.kwarg_only:
+            # from here on by name
+            keywords.setdefault("", None)
+            keywords.pop("")
+    names = [a.name for a in arguments if not a.kwarg_only]
+    present = [n for n in names if n in metas]
+    if present != names[: len(present)]:
+        positional = []
+        keywords = dict(metas)
+    if any(a.name == "device" for a in arguments):
+        keywords["device"] = torch.device("meta")
+    if "pin_memory" in keywords:
+        keywords.pop("pin_memory")
+    if "generator" in keywords:
+        keywords["generator"] = None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*meta.*")
+        try:
+            return func(*positional, **keywords)
+        except NotImplementedError:
+            return None
+        except Exception as error:
+            return _run_on_cpu(func, positional, keywords, error)
+
+
+_CPU_ELEMENTS = 1 << 24
+
+
+def _run_on_cpu(func: Any, positional: list[Any], keywords: dict[str, Any], error: Exception) -> Any:
+    """A call that meta kernels refused, on CPU tensors of zeros: their wording is the one users know, and their verdict
+    counts. Calls of more than 16M elements are not tried."""
+    total = sum(x.numel() for x in pytree.tree_leaves((positional, keywords)) if isinstance(x, torch.Tensor))
+    if total > _CPU_ELEMENTS:
+        raise error
+    made: dict[int, torch.Tensor] = {}
+
+    def to_cpu(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            made[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
+            return made[id(x)]
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    positional, keywords = pytree.tree_map(to_cpu, (positional, keywords))
+    try:
+        out = func(*positional, **keywords)
+    except Exception as cpu_error:
+        raise cpu_error from None
+    return out
+
+
+def avals_of(outs: Any, count: int) -> list[Any]:
+    """Avals of what an op returned on meta tensors: one per result, a list for a Tensor[]."""
+    if count == 1:
+        return [_avals(outs)]
+    return [_avals(o) for o in outs]
+
+
+def _avals(out: Any) -> Any:
+    if isinstance(out, (list, tuple)):
+        return [_avals(o) for o in out]
+    if isinstance(out, torch.Tensor):
+        return Aval.of(tuple(out.shape), tuple(out.stride()), out.dtype)
+    return None
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_shapes(v) for v in value]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _flat_avals(avals: list[Any]) -> list[Aval | None]:
+    flat: list[Aval | None] = []
+    for aval in avals:
+        flat.extend(aval) if isinstance(aval, list) else flat.append(aval)
+    return flat
+
+
+def _meta(a: Any, name: str) -> Any:
+    if isinstance(a, Tensor):
+        return a._aval.meta()
+    if isinstance(a, torch.Tensor):
+        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+    if isinstance(a, (list, tuple)):
+        return [_meta(x, name) for x in a]
+    if isinstance(a, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+        return 1.0 if isinstance(a, torch.SymFloat) else 1
+    return a
+
+
+# -- templates of arguments ----------------------------------------------------------------------
+
+
+def jax_value(a: Any) -> Any:
+    """A static argument as a lowering sees it: dtypes as numpy's, lists as tuples."""
+    if isinstance(a, torch.dtype):
+        return jax_dtype(a)
+    if isinstance(a, (list, tuple)):
+        return tuple(jax_value(x) for x in a)
+    return a
+
+
+def _hashable(a: Any) -> Any:
+    return tuple(_hashable(x) for x in a) if isinstance(a, (list, tuple)) else a
+
+
+def _template(a: Any, kind: str, counter: Any) -> Any:
+    """`a` with every array replaced by the slot of its place in the call's flat list; the order is that of `_scan`."""
+    if isinstance(a, torch.Tensor):
+        return _Slot(next(counter))
+    if a is None:
+        return None
+    if kind is _STATIC or kind is _GENERATOR:
+        return jax_value(a)
+    if isinstance(a, (list, tuple)):
+        items = [_template(x, _TENSOR if kind is _TENSORS else kind, counter) for x in a]
+        return items
+    if isinstance(a, (bool, int, float, complex, torch.SymFloat, torch.SymInt, torch.SymBool)):
+        return _Slot(next(counter))
+    return jax_value(a)
+
+
+def _template_concrete(a: Any, kind: str, concrete: Callable[[Any], Any]) -> Any:
+    if isinstance(a, torch.Tensor):
+        return concrete(a)
+    if isinstance(a, (list, tuple)) and kind is _TENSORS:
+        return [_template_concrete(x, kind, concrete) for x in a]
+    return jax_value(a)
+
+
+def _fill(value: Any, arrays: Sequence[Any]) -> Any:
+    if value.__class__ is _Slot:
+        array = arrays[value.index]
+        return array if value.dtype is None else _to_dtype(array, value.dtype)
+    if value.__class__ is list:
+        return [_fill(v, arrays) for v in value]
+    if value.__class__ is tuple:
+        return tuple(_fill(v, arrays) for v in value)
+    return value
+
+
+def _to_dtype(array: Any, dtype: np.dtype) -> Any:
+    if array.dtype == dtype:
+        return array
+    if jnp.issubdtype(array.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        array = jnp.real(array)
+    return jnp.asarray(array).astype(dtype)
+
+
+def _cast(value: Any, dtype: np.dtype) -> Any:
+    if value.__class__ is _Slot:
+        return _Slot(value.index, dtype)
+    if value.__class__ is list:
+        return [_cast(v, dtype) for v in value]
+    return value
+
+
+_cast_scalars = _cast
+
+
+def _leaves(values: Sequence[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            flat.extend(_leaves(value))
+        elif isinstance(value, torch.Tensor) or (isinstance(value, (bool, int, float, complex))):
+            flat.append(value)
+    return flat
+
+
+def _operands(
+    arguments: Sequence[Any], metas: dict[str, Any], taking: tuple[str, ...], kinds: dict[str, str]
+) -> list[tuple[str, Any]]:
+    """Scalar arguments that stand where other overloads have a tensor: positional ones (`other`, `exponent`, `min`)."""
+    return [
+        (a.name, metas[a.name])
+        for a in arguments
+        if not a.kwarg_only
+        and a.name in taking
+        and a.name in metas
+        and kinds[a.name] in (_SCALAR, _STATIC)
+        and str(a.type) in ("number", "Optional[number]")
+    ]
+
+
+def _scalar_dtype(metas: list[Any]) -> np.dtype:
+    """The dtype scalars take beside tensors that are not promoted: what those compute in."""
+    widest = None
+    for meta in metas:
+        if isinstance(meta, torch.Tensor) and (meta.dtype.is_floating_point or meta.dtype.is_complex):
+            widest = meta.dtype if widest is None else torch.promote_types(widest, meta.dtype)
+    if widest is None:
+        if any(isinstance(m, torch.Tensor) for m in metas):
+            return np.dtype(np.float32)
+        return np.dtype(np.float64)
+    if widest.is_complex:
+        return np.dtype(np.float64 if widest is torch.complex128 else np.float32)
+    return np.dtype(np.float64 if widest is torch.float64 else np.float32)
+
+
+# -- results -------------------------------------------------------------------------------------
+
+
+def _flat_results(results: Any) -> list[Any]:
+    if isinstance(results, (list, tuple)):
+        flat: list[Any] = []
+        for r in results:
+            flat.extend(_flat_results(r)) if isinstance(r, (list, tuple)) else flat.append(r)
+        return flat
+    return [results]
+
+
+def _structure(schema: Any) -> Callable[[list[Any]], Any]:
+    if len(schema.returns) == 0:
+        return lambda results: None
+    if len(schema.returns) == 1:
+        return lambda results: results[0]
+    return tuple
+
+
+def arrays_of(value: Any) -> Any:
+    """`value` with every Tensor of ours replaced by its array; CPU tensors are copied."""
+    if isinstance(value, Tensor):
+        return value._array()
+    if isinstance(value, torch.Tensor):
+        return array_from_torch(value)
+    if isinstance(value, (list, tuple)):
+        return [arrays_of(v) for v in value]
+    return value
+
+
+def _as_tensors(value: Any, meta: Any) -> Any:
+    """Arrays as Tensors with the strides of their metas, and numpy dtypes as torch's, for torch code."""
+    if isinstance(value, (jax.Array, jax.core.Tracer)):
+        if isinstance(meta, torch.Tensor):
+            return make_tensor(value, Aval.of(tuple(meta.shape), tuple(meta.stride()), meta.dtype))
+        return make_tensor(value, Aval.contiguous(value.shape, torch_dtype(value.dtype)))
+    if isinstance(value, np.dtype):
+        return torch_dtype(value)
+    if isinstance(value, list):
+        metas = meta if isinstance(meta, (list, tuple)) and len(meta) == len(value) else [None] * len(value)
+        return [_as_tensors(v, m) for v, m in zip(value, metas, strict=True)]
+    if isinstance(value, tuple):
+        return [_as_tensors(v, None) for v in value]
+    return value
+
+
+def _wrap_concrete(out: Any) -> Any:
+    if isinstance(out, (jax.Array, np.ndarray)):
+        array = out if isinstance(out, jax.Array) else jnp.asarray(out)
+        return make_tensor(array, Aval.contiguous(array.shape, torch_dtype(array.dtype)))
+    if isinstance(out, (list, tuple)):
+        return type(out)(_wrap_concrete(o) for o in out)
+    return out
+
+
+def become(target: Tensor, source: Tensor) -> None:
+    """Make `target` be what `source` is: geometry, dtype, storage. For resized `out=`, `set_`, `t_`, `.data =`."""
+    torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]
+    for name in ("_store", "_aval", "_path", "_offsets", "_cache", "_seen"):
+        if name in source.__dict__:
+            target.__dict__[name] = source.__dict__[name]
+        else:
+            target.__dict__.pop(name, None)
+    if target.__class__ is not source.__class__:
+        target.__class__ = source.__class__
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    names = {"float32": "Float", "float64": "Double", "float16": "Half", "int64": "Long", "int32": "Int", "int16": "Short"}
+    names |= {"int8": "Char", "uint8": "Byte", "bool": "Bool", "bfloat16": "BFloat16"}
+    names |= {"complex64": "ComplexFloat", "complex128": "ComplexDouble"}
+    plain = str(dtype).removeprefix("torch.")
+    return names.get(plain, plain)

@@ -1,0 +1,58 @@
+"""`TORCHAX_LOG=recompiles,ops`: one line per compiled signature or step, and one per op run, on the "torchax" logger.
+
+    recompiles: what was compiled, and why: a new op signature, or which guard of a jitted function failed
+    ops:        `aten::add.Tensor(float32[2,3], float32[3])  12.3 us`
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torchax_core.errors import ConfigError
+
+__all__ = ["enable", "logger", "ops", "recompiles"]
+
+logger = logging.getLogger("torchax")
+TOPICS = ("recompiles", "ops")
+
+recompiles = False
+ops = False
+
+
+def enable(topics: str) -> None:
+    """Switch on the topics of a comma-separated list (empty: none). Raises ConfigError for an unknown one."""
+    global recompiles, ops
+    wanted = {t.strip() for t in topics.split(",") if t.strip()}
+    unknown = wanted - set(TOPICS)
+    if unknown:
+        raise ConfigError(f"TORCHAX_LOG: unknown topic {', '.join(sorted(unknown))}; choose from {', '.join(TOPICS)}.")
+    recompiles = "recompiles" in wanted
+    ops = "ops" in wanted
+    if wanted and not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("torchax: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
+def describe(value: Any) -> str:
+    """A value in a log line: tensors by dtype and shape."""
+    aval = getattr(value, "_aval", None)
+    if aval is not None:
+        return repr(aval)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(describe(v) for v in value) + "]"
+    return repr(value)
+
+
+def new_signature(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Called once for each new signature of an op."""
+    if recompiles:
+        parts = [describe(a) for a in args] + [f"{k}={describe(v)}" for k, v in kwargs.items()]
+        logger.info("compiling %s(%s): new signature", op, ", ".join(parts))
+
+
+enable(os.environ.get("TORCHAX_LOG", ""))

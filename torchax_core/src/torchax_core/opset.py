@@ -1,0 +1,279 @@
+"""OpSet: how a pack says how ops run. Plain data; making one, or importing a module that does, changes nothing else.
+
+    ops = OpSet("my_pack.pointwise")
+
+    @ops.lowering("aten::add.Tensor", promote=SAME)
+    def add(self, other, *, alpha=1):
+        return self + alpha * other
+
+Ops are named by string and looked up when first used, so a name that the installed torch lacks is no error: it is
+listed by ``torchax ops --missing``. In-place and ``out=`` forms are never written: they follow from the op's schema.
+
+What a definition's body receives is said at each decorator below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+from torchax_core.errors import DuplicateOpError, OpNameError
+from torchax_core.promotion import KEEP, Promotion
+
+__all__ = ["AUTOCAST_POLICIES", "AutocastRule", "Definition", "OpSet", "Origin", "ViewDefinition", "ViewRules"]
+
+Kind = Literal["lowering", "decomposition", "view", "function"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+AUTOCAST_POLICIES = ("lower_precision_fp", "fp32", "promote")
+
+_OP_NAME = re.compile(r"^(?P<namespace>\w+)::(?P<name>\w+)(\.(?P<overload>\w+))?$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a definition was written: for `torchax explain`, and for every error that concerns it."""
+
+    pack: str
+    module: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.pack} ({self.file}:{self.line})"
+
+
+@dataclasses.dataclass(eq=False)
+class Definition:
+    """How one op runs: the body, and what the kernel must know to call it.
+
+    op:              "namespace::name" or "namespace::name.overload"; for `function`, a dotted name ("torch.einsum").
+    kind:            what `body` is made of (see the decorators of :class:`OpSet`).
+    promote:         the dtype promotion applied to the arguments before `body` runs.
+    static:          names of Scalar/float arguments `body` must see as Python values (each value compiles anew).
+    data_dependent:  None, or, for an op whose result shape depends on its data, the bounded alternative to name in the
+                     error under jit. Its body runs unjitted on concrete arrays.
+    positional:      `body` is a plain JAX function taking the arguments by position (rows of a table).
+    composite_grad:  for a composite op kept whole: "vjp" (gradients by jax.vjp of the lowering) or "decompose" (when
+                     gradients are recorded, let torch decompose the op; the lowering serves calls without).
+    """
+
+    op: str
+    kind: Kind
+    body: Callable[..., Any]
+    origin: Origin
+    promote: Promotion = KEEP
+    static: frozenset[str] = frozenset()
+    data_dependent: str | None = None
+    positional: bool = False
+    composite_grad: Literal["vjp", "decompose"] = "vjp"
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The body's parameters by name (empty for a positional body)."""
+        if self.positional:
+            return {}
+        return inspect.signature(self.body).parameters
+
+
+class ViewRules:
+    """How a view op reads, and how a write to the view reaches its base. What ``@ops.view`` returns.
+
+    read:   the decorated function.
+    split:  None, or `split(shape, *args) -> (static, traced)`: the op's arguments, made canonical for a base of that
+            shape; `traced` ints do not compile anew when they change (the index of `select`, the start of a slice).
+            `read` and `write` are then called as `read(base, *static, *traced)`.
+    write:  None, or `write(base, new, *args) -> base`. Without it the write goes through an index map: the view is read
+            from `arange(base.size)`, which gives the position of every element, and `new` is scattered there.
+    """
+
+    def __init__(self, read: Callable[..., Any]) -> None:
+        self.read = read
+        self.split: Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]] | None = None
+        self.write: Callable[..., Any] | None = None
+
+    def write_back(self, write: F) -> F:
+        """Decorator: how a write reaches the base, for a view that does not keep elements whole, or more cheaply."""
+        self.write = write
+        return write
+
+    def split_arguments(self, split: F) -> F:
+        """Decorator: how the op's arguments divide into static and traced ones."""
+        self.split = split
+        return split
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.read(*args, **kwargs)
+
+
+@dataclasses.dataclass(eq=False)
+class ViewDefinition(Definition):
+    """A view op; `rules` is shared by all the names registered together."""
+
+    rules: ViewRules = None  # type: ignore[assignment]  # always given; a default only because the base has defaults
+
+
+@dataclasses.dataclass(frozen=True)
+class AutocastRule:
+    """Under `torch.autocast("jax", dtype=...)` these ops run in: that dtype, float32, or the widest of their inputs."""
+
+    op: str
+    policy: str
+    origin: Origin
+
+
+class OpSet:
+    """A family of op definitions, usually one module's.
+
+    name: dotted, the pack's import name first ("torchax_ops_aten.pointwise"); shown by `torchax explain`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._definitions: dict[str, Definition] = {}
+        self._autocast: dict[str, AutocastRule] = {}
+
+    def __iter__(self) -> Iterator[Definition]:
+        return iter(self._definitions.values())
+
+    def __len__(self) -> int:
+        return len(self._definitions)
+
+    def __repr__(self) -> str:
+        return f"OpSet({self.name!r}, {len(self)} ops)"
+
+    @property
+    def autocast_rules(self) -> Iterable[AutocastRule]:
+        """The autocast rules stated with :meth:`autocast`."""
+        return self._autocast.values()
+
+    # -- what packs write ------------------------------------------------------------------------
+
+    def lowering(
+        self,
+        *ops: str,
+        promote: Promotion = KEEP,
+        static: Iterable[str] = (),
+        data_dependent: str | None = None,
+        composite_grad: Literal["vjp", "decompose"] = "vjp",
+    ) -> Callable[[F], F]:
+        """The op as a pure JAX function, compiled by jax.jit once per signature.
+
+        The body's parameters carry the schema's names (a subset: `layout`, `device`, `pin_memory`, `memory_format`,
+        `non_blocking` and `generator` may be left out). It receives
+
+        - Tensor:    a jax array (with `promote`, in the common dtype); Tensor[]: a list of them; Tensor?: or None.
+        - Scalar, float: a 0-d array in the dtype the tensors compute in, traced, so that no new value recompiles. Named
+                     in `static`, or left to the schema's default: the Python value.
+        - int, bool, int[], str: Python values, lists as tuples; ScalarType: a numpy dtype; all static.
+        - a parameter `key` asks for a fresh jax.random key per call (the environment's, or the `generator`'s).
+
+        It returns an array, a tuple of arrays for several results, or a list for Tensor[]. Result dtypes are cast to
+        those of torch's meta kernel; a result of another shape raises LoweringMismatchError.
+        """
+
+        def register(body: F) -> F:
+            for op in ops:
+                self._add(
+                    Definition(
+                        op,
+                        "lowering",
+                        body,
+                        self._origin(body),
+                        promote=promote,
+                        static=frozenset(static),
+                        data_dependent=data_dependent,
+                        composite_grad=composite_grad,
+                    )
+                )
+            return body
+
+        return register
+
+    def table(self, promote: Promotion, rows: Mapping[str, Callable[..., Any]]) -> None:
+        """Ops that are one JAX call each, under one promotion rule; called with the tensors and scalars by position."""
+        origin = self._caller_origin()
+        for op, body in rows.items():
+            self._add(Definition(op, "lowering", body, origin, promote=promote, positional=True))
+
+    def decomposition(self, *ops: str) -> Callable[[F], F]:
+        """The op as torch code that calls other ops. Runs, traced and compiled as a whole, on torch tensors."""
+
+        def register(body: F) -> F:
+            for op in ops:
+                self._add(Definition(op, "decomposition", body, self._origin(body)))
+            return body
+
+        return register
+
+    def view(self, *ops: str) -> Callable[[Callable[..., Any]], ViewRules]:
+        """A view op as the JAX function that reads it. Writing follows from it (see :class:`ViewRules`).
+
+        The result aliases its input: it is never computed until it is read, and a write reaches the base.
+        """
+
+        def register(body: Callable[..., Any]) -> ViewRules:
+            rules = ViewRules(body)
+            for op in ops:
+                self._add(ViewDefinition(op, "view", body, self._origin(body), rules=rules))
+            return rules
+
+        return register
+
+    def function(self, *names: str) -> Callable[[F], F]:
+        """A torch *function* ("torch.nn.functional.interpolate") as a JAX function, differentiable by jax.vjp.
+
+        Caught in `Tensor.__torch_function__`, above aten. Tensors arrive as jax arrays, everything else as it came.
+        May return NotImplemented to decline, and torch's own code runs.
+        """
+
+        def register(body: F) -> F:
+            for name in names:
+                self._add(Definition(name, "function", body, self._origin(body)))
+            return body
+
+        return register
+
+    def autocast(self, policy: str, ops: Iterable[str]) -> None:
+        """State what `ops` run in under autocast: one of "lower_precision_fp", "fp32", "promote".
+
+        Source: https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference
+        """
+        if policy not in AUTOCAST_POLICIES:
+            raise ValueError(f"OpSet.autocast: `policy` must be one of {AUTOCAST_POLICIES}, but is {policy!r}.")
+        origin = self._caller_origin()
+        for op in ops:
+            self._autocast[op] = AutocastRule(op, policy, origin)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _add(self, definition: Definition) -> None:
+        if definition.kind != "function" and not _OP_NAME.match(definition.op):
+            raise OpNameError(
+                f"{definition.origin}: an op is named 'namespace::name' or 'namespace::name.overload', as in "
+                f"'aten::add.Tensor', but this one is {definition.op!r}."
+            )
+        earlier = self._definitions.get(definition.op)
+        if earlier is not None:
+            raise DuplicateOpError(
+                f"{definition.op} is defined twice in {self.name}: at {earlier.origin.file}:{earlier.origin.line} and "
+                f"at {definition.origin.file}:{definition.origin.line}. Remove one of them."
+            )
+        self._definitions[definition.op] = definition
+
+    def _origin(self, body: Callable[..., Any]) -> Origin:
+        code = getattr(inspect.unwrap(body), "__code__", None)
+        if code is None:
+            return self._caller_origin(depth=3)
+        return Origin(self.name.partition(".")[0], self.name, code.co_filename, code.co_firstlineno)
+
+    def _caller_origin(self, depth: int = 2) -> Origin:
+        frame = inspect.currentframe()
+        for _ in range(depth):
+            frame = frame.f_back if frame is not None else None
+        file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
+        return Origin(self.name.partition(".")[0], self.name, file, line)
+

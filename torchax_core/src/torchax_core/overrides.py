@@ -1,0 +1,47 @@
+"""Kernels of overridden ops: they may decline a call, and they step aside for what they themselves call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["Declined", "DecliningKernel"]
+
+
+class Declined(Exception):  # noqa: N818 - a signal, never seen by a user
+    """An override returned NotImplemented: the next definition is to run."""
+
+
+class DecliningKernel:
+    """Runs an override; on NotImplemented, or when the override calls its own op, the next definition."""
+
+    def __init__(self, kernel: Any, override: Any, following: Callable[[], Any]) -> None:
+        self.kernel = kernel
+        self.override = override
+        self._make_following = following
+        self._following: Any = None
+        self._running = threading.local()
+
+    @property
+    def definition(self) -> Any:
+        return self.override.definition
+
+    @property
+    def following(self) -> Any:
+        """The kernel that is asked next."""
+        if self._following is None:
+            self._following = self._make_following()
+        return self._following
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        if getattr(self._running, "now", False):
+            return self.following(args, kwargs)
+        self._running.now = True
+        try:
+            result = self.kernel(args, kwargs)
+        except Declined:
+            result = NotImplemented
+        finally:
+            self._running.now = False
+        return self.following(args, kwargs) if result is NotImplemented else result

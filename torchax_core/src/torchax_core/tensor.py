@@ -1,0 +1,341 @@
+"""Tensor: a torch.Tensor on device "jax" whose data is a jax.Array. No op logic.
+
+`Storage` holds one array in its logical shape; every Tensor over it shares it, so a write through one is seen by all.
+`Aval` is what torch knows of a tensor without its data (size, stride, dtype), interned: kernels key on it by identity.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import jax
+import torch
+
+from torchax_core.convert import array_from_torch, torch_from_array
+from torchax_core.dtypes import jax_dtype, torch_dtype
+from torchax_core.symbolic import control_flow_error
+
+__all__ = ["DEVICE", "Aval", "Storage", "Tensor", "contiguous_stride", "make_tensor", "wrap_array"]
+
+DEVICE_TYPE = "jax"
+# PrivateUse1 under its first name: device.py renames it to "jax", and this very object then prints as "jax:0".
+DEVICE = torch.device("privateuseone", 0)
+
+_tick = itertools.count(1)
+_strided = torch.strided
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class Active(threading.local):
+    """What is active in this thread: the environment, and its look-up from torch op to kernel."""
+
+    environment: Any = None
+    kernels: Any = None
+    trace: Any = None
+
+
+active = Active()
+
+
+def resolve_active() -> Any:
+    """Give this thread its environment: the one its autograd caller was in, or the process's default."""
+    from torchax_core.environment import Environment
+
+    return Environment._attach_thread()
+
+
+class Aval:
+    """Size, stride and dtype of a tensor; one object per distinct triple, so `is` compares and the hash is free."""
+
+    __slots__ = ("dtype", "jax_dtype", "numel", "shape", "stride")
+
+    _interned: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], Aval] = {}
+
+    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.stride = stride
+        self.dtype = dtype
+        self.jax_dtype = jax_dtype(dtype)
+        self.numel = 1
+        for n in shape:
+            self.numel *= n
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Aval:
+        """The aval of that shape, stride (in elements) and dtype."""
+        key = (tuple(shape), tuple(stride), dtype)
+        found = cls._interned.get(key)
+        if found is None:
+            found = cls._interned.setdefault(key, cls(*key))
+        return found
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Aval:
+        """The aval of a row-major tensor."""
+        return cls.of(shape, contiguous_stride(shape), dtype)
+
+    def meta(self) -> torch.Tensor:
+        """A meta tensor of this aval."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+    def __repr__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides as torch gives them: a dimension of length 0 counts as 1."""
+    stride = []
+    step = 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= n if n > 1 else 1
+    return tuple(reversed(stride))
+
+
+class Storage:
+    """One jax array, in its logical shape, and a version that no two states of it share.
+
+    stride: the torch strides of the array as a whole.
+
+    Whoever else needs `array` to stay as it is holds a reference to it: before an array is donated its reference count
+    is looked at, and one that is held elsewhere is copied.
+    """
+
+    __slots__ = ("__weakref__", "array", "stride", "version")
+
+    def __init__(self, array: jax.Array, stride: tuple[int, ...]) -> None:
+        self.array = array
+        self.version = 0
+        self.stride = stride
+
+    def write(self, array: jax.Array) -> None:
+        """Put a new array in the place of the old one."""
+        self.array = array
+        self.version = next(_tick)
+
+
+class Tensor(torch.Tensor):
+    """A torch.Tensor on device "jax". Made by torch functions with `device="jax"`, by `.to("jax")`, or by
+    :func:`torchax_core.tensor` from a jax array.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/extending.html#subclassing-torch-tensor
+    """
+
+    _store: Storage
+    _aval: Aval
+
+    # Nothing is caught above aten unless a pack or an override asks for it (functions.py puts a handler here then):
+    # C++ checks for this very object and goes straight on.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kernels = active.kernels
+        if kernels is None:
+            kernels = resolve_active()
+        kernel = kernels.get(func)
+        if kernel is None:
+            kernel = active.environment._kernel(func)
+        return kernel(args, kwargs)
+
+    # -- the array -------------------------------------------------------------------------------
+
+    def _array(self) -> jax.Array:
+        return self._store.array
+
+    def _write(self, array: jax.Array) -> None:
+        """Put `array` (same shape and dtype) in the place of this tensor's values."""
+        self._store.write(array)
+
+    def jax(self) -> jax.Array:
+        """The jax array of this tensor's present values: same shape and dtype, no copy. Later writes do not change it."""
+        trace = active.trace
+        if trace is not None:
+            trace.lift(self)
+        return self._array()
+
+    @property
+    def jax_device(self) -> Any:
+        """The jax device the array lies on, or its sharding if it lies on several."""
+        return self.jax().device
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values without gradient history; assigning makes this tensor be the one assigned."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, Tensor):
+            raise RuntimeError(
+                f"Attempted to set the data of a tensor on device {self.device} to one on device {value.device}; move it "
+                "first, with `.to('jax')`."
+            )
+        from torchax_core.kernel import become
+
+        become(self, value)
+
+    def item(self) -> Any:
+        """The number in a tensor of one element. Raises DataDependentError under a trace."""
+        self._python_value(".item()")
+        return torch.Tensor.item(self)
+
+    def tolist(self) -> Any:
+        """The values as nested lists of Python numbers."""
+        return self.detach().cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """torch's own error, as for any device but the CPU; with force=True a copy."""
+        if force:
+            return self.detach().cpu().numpy()
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def _python_value(self, what: str) -> Any:
+        array = self._array()
+        if isinstance(array, jax.core.Tracer):
+            raise control_flow_error(what, array)
+        return array
+
+    def __bool__(self) -> bool:
+        self._python_value("bool(tensor), as in `if tensor:`,")
+        return torch.Tensor.__bool__(self)
+
+    def __int__(self) -> int:
+        self._python_value("int(tensor)")
+        return torch.Tensor.__int__(self)
+
+    def __float__(self) -> float:
+        self._python_value("float(tensor)")
+        return torch.Tensor.__float__(self)
+
+    def __index__(self) -> int:
+        self._python_value("index(tensor), as in `list[tensor]`,")
+        return torch.Tensor.__index__(self)
+
+    # -- Python protocol -------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return describe(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch's own rebuild function for tensors whose storage has no bytes to write: weights_only loading allows it,
+        # and it honours `map_location`.
+        if getattr(self, "_is_param", False):
+            return (torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict()))
+        cpu = torch_from_array(self.jax())
+        if self.stride() != cpu.stride():
+            cpu = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype).copy_(cpu)
+        arguments = (cpu, self.dtype, str(self.device), self.requires_grad)
+        return (torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
+                "If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm usage, "
+                "see https://github.com/pytorch/pytorch/pull/103001"
+            )
+        with torch.no_grad():
+            new = self.detach().clone()
+        if getattr(self, "_is_param", False):
+            new = torch.nn.Parameter(new, requires_grad=self.requires_grad)
+        else:
+            new.requires_grad_(self.requires_grad)
+        memo[id(self)] = new
+        if self.grad is not None:
+            new.grad = copy.deepcopy(self.grad, memo)
+        for name, value in self.__dict__.items():
+            if name not in _INTERNAL:
+                setattr(new, name, copy.deepcopy(value, memo))
+        return new
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        # torch takes a subclass that has this pair for a "traceable wrapper", and `Module.to` then swaps tensors in place:
+        # tied weights stay tied and optimizers made before the move see the moved parameters.
+        return ["_carrier"], None
+
+    @property
+    def _carrier(self) -> torch.Tensor:
+        return torch._C._acc.create_empty_tensor(tuple(self.shape), self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> torch.Tensor:
+        return inner["_carrier"]
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        if self.requires_grad:
+            raise RuntimeError("Can't export tensors that require gradient, use tensor.detach()")
+        return self.jax().__dlpack__(**{k: v for k, v in kwargs.items() if v is not None})
+
+    def __dlpack_device__(self) -> Any:
+        return self.jax().__dlpack_device__()
+
+
+_INTERNAL = frozenset({"_store", "_aval", "_path", "_offsets", "_cache", "_seen", "_is_param"})
+
+
+def make_tensor(array: jax.Array, aval: Aval) -> Tensor:
+    """A Tensor over a new storage. `array` has the aval's shape and dtype. The hot path: nothing is checked."""
+    tensor = _make_wrapper(Tensor, aval.shape, aval.stride, None, None, aval.dtype, _strided, DEVICE)
+    tensor._store = Storage(array, aval.stride)
+    tensor._aval = aval
+    return tensor  # type: ignore[return-value]
+
+
+def share_tensor(store: Storage, aval: Aval) -> Tensor:
+    """A Tensor over all of an existing storage."""
+    tensor = _make_wrapper(Tensor, aval.shape, aval.stride, None, None, aval.dtype, _strided, DEVICE)
+    tensor._store = store
+    tensor._aval = aval
+    return tensor  # type: ignore[return-value]
+
+
+def wrap_array(array: jax.Array) -> Tensor:
+    """A contiguous Tensor over a jax array (or tracer) of any dtype torch has."""
+    return make_tensor(array, Aval.contiguous(array.shape, torch_dtype(array.dtype)))
+
+
+def describe(tensor: Tensor) -> str:
+    """What torch prints for a tensor on this device; inside a trace, its aval and where it stands."""
+    array = tensor._array()
+    if isinstance(array, jax.core.Tracer):
+        return f"tensor(<traced {tensor._aval}>, device='{tensor.device}')"
+    with torch.no_grad():
+        plain = torch_from_array(array)
+    text = torch._tensor_str._str(plain)
+    suffixes = [f"device='{tensor.device}'"]
+    if tensor.grad_fn is not None:
+        suffixes_end = [f"grad_fn=<{type(tensor.grad_fn).__name__}>"]
+    elif tensor.requires_grad:
+        suffixes_end = ["requires_grad=True"]
+    else:
+        suffixes_end = []
+    head, dtype_mark, tail = text.rpartition(", dtype=")
+    body = head if dtype_mark else text[:-1]
+    parts = [body, *suffixes, *([f"dtype={tail[:-1]}"] if dtype_mark else []), *suffixes_end]
+    text = ", ".join(parts) + ")"
+    return "Parameter containing:\n" + text if getattr(tensor, "_is_param", False) else text
+
+
+def tensor_from_torch(tensor: torch.Tensor) -> Tensor:
+    """A Tensor with a copy of a CPU tensor's values, dtype and strides; no gradient."""
+    array = array_from_torch(tensor)
+    if tensor.is_contiguous():
+        return make_tensor(array, Aval.contiguous(tuple(tensor.shape), tensor.dtype))
+    return make_tensor(array, Aval.of(tuple(tensor.shape), dense_stride(tensor), tensor.dtype))
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides torch's preserve_format gives a copy of `tensor`."""
+    return torch.empty_like(tensor, device="meta").stride()

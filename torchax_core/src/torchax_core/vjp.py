@@ -1,0 +1,162 @@
+"""JAX functions under torch autograd: forward and backward come from jax.vjp, compiled once per function and signature.
+
+Source: https://docs.jax.dev/en/latest/_autosummary/jax.vjp.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax_core.tensor import Tensor, wrap_array
+
+__all__ = ["DifferentiableProgram", "differentiable_call"]
+
+
+def _is_inexact(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.inexact))
+
+
+class DifferentiableProgram:
+    """A function of arrays to a tuple of arrays, with its forward and backward made for a set of inputs.
+
+    fn:   arrays -> tuple of arrays.
+    jit:  compile; False runs `fn` as plain Python each time (a user's function with effects of its own).
+    wrap: makes the Tensor of each result.
+    """
+
+    def __init__(self, fn: Callable[..., Any], *, jit: bool = True, wrap: Callable[[int, Any], Any] | None = None) -> None:
+        self.fn = fn
+        self.jit = jit
+        self.wrap = wrap or (lambda index, array: wrap_array(array))
+        self._made: dict[tuple[int, ...], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._seconds: dict[tuple[int, ...], DifferentiableProgram] = {}
+
+    def made_for(self, wanted: tuple[int, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """(forward, backward) differentiating with respect to the inputs at these positions.
+
+        forward(*arrays) -> (results, residuals); backward(residuals, cotangents) -> gradients of the wanted inputs.
+        """
+        pair = self._made.get(wanted)
+        if pair is None:
+            fn = self.fn
+
+            def forward(*arrays: Any) -> Any:
+                def of_wanted(*chosen: Any) -> Any:
+                    full = list(arrays)
+                    for at, value in zip(wanted, chosen, strict=True):
+                        full[at] = value
+                    return tuple(fn(*full))
+
+                with jax.enable_x64(True):
+                    return jax.vjp(of_wanted, *[arrays[i] for i in wanted])
+
+            def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
+                with jax.enable_x64(True):
+                    return residuals(tuple(cotangents))
+
+            if self.jit:
+                pair = jax.jit(forward, inline=True), jax.jit(backward, inline=True)
+            else:
+                pair = forward, backward
+            self._made[wanted] = pair
+        return pair
+
+    def second(self, wanted: tuple[int, ...], count: int) -> DifferentiableProgram:
+        """The backward as a function of (inputs..., cotangents of inexact results...), for create_graph."""
+        program = self._seconds.get(wanted)
+        if program is None:
+            fn = self.fn
+
+            def backward_of(*values: Any) -> Any:
+                arrays, given = values[:count], values[count:]
+
+                def of_wanted(*chosen: Any) -> Any:
+                    full = list(arrays)
+                    for at, value in zip(wanted, chosen, strict=True):
+                        full[at] = value
+                    return tuple(fn(*full))
+
+                results, vjp = jax.vjp(of_wanted, *[arrays[i] for i in wanted])
+                return vjp(_full_cotangents(results, given))
+
+            program = self._seconds[wanted] = DifferentiableProgram(backward_of, jit=self.jit)
+        return program
+
+
+def _full_cotangents(results: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
+    """Cotangents for all results: the given ones for the inexact, float0 zeros for the rest."""
+    left = iter(given)
+    return tuple(
+        next(left) if _is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0) for r in results
+    )
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, program: Any, arrays: Any, wanted: Any, *tensors: torch.Tensor) -> Any:
+        forward, _ = program.made_for(wanted)
+        results, ctx.residuals = forward(*arrays)
+        ctx.program, ctx.arrays, ctx.wanted = program, arrays, wanted
+        ctx.shapes = [(r.shape, r.dtype) for r in results]
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        wrapped = tuple(program.wrap(i, r) for i, r in enumerate(results))
+        ctx.mark_non_differentiable(
+            *[w for w, r in zip(wrapped, results, strict=True) if not _is_inexact(r)]
+        )
+        return wrapped
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        tensors = ctx.saved_tensors  # raises torch's own error if one was written to meanwhile
+        inexact = [i for i, (_, dtype) in enumerate(ctx.shapes) if jnp.issubdtype(dtype, jnp.inexact)]
+        if torch.is_grad_enabled() and any(c is not None and c.requires_grad for c in cotangents) or (
+            torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        ):
+            return (None, None, None, *_second_order(ctx, tensors, cotangents, inexact))
+        _, backward = ctx.program.made_for(ctx.wanted)
+        given = []
+        for i, (shape, dtype) in enumerate(ctx.shapes):
+            if i not in inexact:
+                given.append(np.zeros(shape, jax.dtypes.float0))
+            elif cotangents[i] is None:
+                with jax.enable_x64(True):
+                    given.append(jnp.zeros(shape, dtype))
+            else:
+                given.append(cotangents[i]._array().astype(dtype))
+        gradients = backward(ctx.residuals, given)
+        return (None, None, None, *[wrap_array(g) for g in gradients])
+
+
+def _second_order(ctx: Any, tensors: Any, cotangents: Any, inexact: list[int]) -> list[Any]:
+    operands: list[Any] = list(ctx.arrays)
+    for at, tensor in zip(ctx.wanted, tensors, strict=True):
+        operands[at] = tensor
+    for i in inexact:
+        shape, dtype = ctx.shapes[i]
+        if cotangents[i] is None:
+            with jax.enable_x64(True):
+                operands.append(jnp.zeros(shape, dtype))
+        else:
+            operands.append(cotangents[i])
+    program = ctx.program.second(ctx.wanted, len(ctx.arrays))
+    return list(differentiable_call(program, operands))
+
+
+def differentiable_call(program: DifferentiableProgram, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """Run `program` on Tensors and arrays; the results carry gradients to every Tensor that requires them."""
+    arrays = [o._array() if isinstance(o, Tensor) else o for o in operands]
+    wanted = tuple(
+        i for i, o in enumerate(operands) if isinstance(o, Tensor) and o.requires_grad and _is_inexact(arrays[i])
+    )
+    if not torch.is_grad_enabled() or not wanted:
+        with jax.enable_x64(True):
+            results = program.fn(*arrays)
+        return tuple(program.wrap(i, r) for i, r in enumerate(results))
+    return _Call.apply(program, arrays, wanted, *[operands[i] for i in wanted])  # type: ignore[no-any-return]

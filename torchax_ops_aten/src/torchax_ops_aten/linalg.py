@@ -1,0 +1,593 @@
+"""Matrix factorizations, solvers and what is made of them, and distances between rows (cdist, pdist).
+
+All take batches: "(..., n, n)" is any number of n by n matrices. Where a factorization is not unique (the signs of
+singular vectors, of R's diagonal) the results agree with CPU torch's up to that freedom. An `info` result is int32, one
+per matrix: 0, or the 1-based index of the step that failed; `_linalg_check_errors` turns it into a LinAlgError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax_core.opset import OpSet
+from torchax_core.promotion import SAME, opmath
+
+ops = OpSet("torchax_ops_aten.linalg")
+
+
+def _adjoint(x: jax.Array) -> jax.Array:
+    """The conjugate transpose of each matrix."""
+    return jnp.conj(x.mT)
+
+
+def _eye(n: int, like: jax.Array) -> jax.Array:
+    return jnp.eye(n, dtype=like.dtype)
+
+
+def _batched(*matrices: jax.Array) -> list[jax.Array]:
+    """`matrices`, (..., m, n) each with its own m and n, with their batch dimensions broadcast together."""
+    batch = np.broadcast_shapes(*(x.shape[:-2] for x in matrices))
+    return [jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in matrices]
+
+
+def _none(like: jax.Array) -> jax.Array:
+    """What torch returns for a factor that was not asked for: an empty vector."""
+    return jnp.zeros((0,), like.dtype)
+
+
+@ops.lowering(
+    "aten::_linalg_check_errors",
+    data_dependent="call the `_ex` form (torch.linalg.inv_ex, cholesky_ex, solve_ex), which returns `info` unchecked",
+)
+def linalg_check_errors(info, api_name, *, is_matrix):
+    """Raises torch.linalg.LinAlgError, in torch's words for `api_name`, if any `info` is not 0."""
+    torch._linalg_check_errors(torch.from_numpy(np.array(info, np.int32)), api_name, is_matrix=is_matrix)
+    return ()
+
+
+# -- eigenvalues and singular values -----------------------------------------------------------------------------------
+
+
+@ops.lowering("aten::_linalg_svd")
+def linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None):
+    """Singular value decomposition, `A = U @ diag(S) @ Vh`.
+
+    A:       (..., m, n); k = min(m, n).
+    returns: U (..., m, k), S (..., k) falling and real, Vh (..., k, n); U and Vh square if `full_matrices`, and empty
+             without `compute_uv`. `driver` names cusolver's algorithms and has no meaning here.
+    """
+    if not compute_uv:
+        return _none(A), lax.linalg.svd(A, compute_uv=False), _none(A)
+    return lax.linalg.svd(A, full_matrices=full_matrices)
+
+
+@ops.lowering("aten::_linalg_eigh")
+def linalg_eigh(A, UPLO="L", compute_v=True):
+    """Eigenvalues and eigenvectors of a Hermitian matrix of which only one triangle is read.
+
+    A:       (..., n, n); `UPLO` "L" or "U" names the triangle.
+    returns: eigenvalues (..., n), rising and real; eigenvectors (..., n, n) in columns, or empty without `compute_v`.
+    """
+    vectors, values = lax.linalg.eigh(A, lower=UPLO.upper() == "L", symmetrize_input=False)
+    return values, vectors if compute_v else _none(A)
+
+
+@ops.lowering("aten::linalg_eig")
+def linalg_eig(self):
+    """Eigenvalues (..., n) and eigenvectors (..., n, n) in columns, of norm 1, of a general matrix; both complex."""
+    values, vectors = lax.linalg.eig(self, compute_left_eigenvectors=False)
+    return values, vectors
+
+
+@ops.lowering("aten::_linalg_eigvals")
+def linalg_eigvals(self):
+    return lax.linalg.eig(self, compute_left_eigenvectors=False, compute_right_eigenvectors=False)[0]
+
+
+@ops.lowering("aten::linalg_polar")
+def linalg_polar(A):
+    """`A = U @ H`, U (..., m, n) with orthonormal columns and H (..., n, n) positive semidefinite; m >= n."""
+    u, s, vh = lax.linalg.svd(A, full_matrices=False)
+    return u @ vh, (_adjoint(vh) * s[..., None, :].astype(A.dtype)) @ vh
+
+
+@ops.lowering("aten::linalg_matrix_sqrth")
+def linalg_matrix_sqrth(self):
+    """The positive-definite X with `X @ X = self`, for a Hermitian (..., n, n) of which the lower triangle is read."""
+    vectors, values = lax.linalg.eigh(self, symmetrize_input=False)
+    return (vectors * jnp.sqrt(values)[..., None, :].astype(self.dtype)) @ _adjoint(vectors)
+
+
+# -- QR and Householder reflectors -------------------------------------------------------------------------------------
+
+
+@ops.lowering("aten::linalg_qr")
+def linalg_qr(A, mode="reduced"):
+    """`A = Q @ R`, Q with orthonormal columns and R upper triangular.
+
+    A:       (..., m, n); k = min(m, n).
+    returns: Q (..., m, k), R (..., k, n); Q (..., m, m), R (..., m, n) for "complete"; an empty Q for mode "r".
+    """
+    if mode == "r":
+        return _none(A), jnp.linalg.qr(A, mode="r")
+    return tuple(jnp.linalg.qr(A, mode=mode))
+
+
+@ops.lowering("aten::geqrf")
+def geqrf(self):
+    """LAPACK's compact QR: R over the reflectors, (..., m, n), and their factors tau (..., min(m, n))."""
+    reflectors, tau = jnp.linalg.qr(self, mode="raw")
+    return reflectors.mT, tau
+
+
+@ops.lowering("aten::linalg_householder_product")
+def linalg_householder_product(input, tau):
+    """The first n columns of the product of k reflectors: (..., m, n) and (..., k) to (..., m, n); m >= n >= k."""
+    return lax.linalg.householder_product(input, tau)
+
+
+@ops.lowering("aten::ormqr")
+def ormqr(self, input2, input3, left=True, transpose=False):
+    """`Q @ input3`, or `input3 @ Q` unless `left`, with the square Q of k reflectors; with its adjoint if `transpose`.
+
+    self, input2: (..., m, k) reflectors and (..., k) factors, as of `geqrf`; Q is (..., m, m).
+    """
+    batch = np.broadcast_shapes(self.shape[:-2], input3.shape[:-2])
+    reflectors = jnp.broadcast_to(self, (*batch, *self.shape[-2:]))
+    tau = jnp.broadcast_to(input2, (*batch, input2.shape[-1]))
+    other = jnp.broadcast_to(input3, (*batch, *input3.shape[-2:]))
+    return lax.linalg.ormqr(reflectors, tau, other, left=left, transpose=transpose)
+
+
+# -- Cholesky ----------------------------------------------------------------------------------------------------------
+
+
+@ops.lowering("aten::linalg_cholesky_ex")
+def linalg_cholesky_ex(self, *, upper=False, check_errors=False):
+    """`self = L @ L.mH`, or `U.mH @ U` if `upper`, of a Hermitian positive-definite matrix; one triangle is read.
+
+    self:    (..., n, n).
+    returns: L (or U), NaN where it does not exist; info (...), the order of the first leading minor not positive.
+    """
+    lower = lax.linalg.cholesky(_adjoint(self) if upper else self, symmetrize_input=False)
+    failed = jnp.isnan(jnp.diagonal(lower, axis1=-2, axis2=-1)).any(-1)
+    info = lax.cond(
+        failed.any(),
+        lambda: jnp.where(failed, _first_bad_minor(_adjoint(self) if upper else self), 0),
+        lambda: jnp.zeros(failed.shape, jnp.int32),
+    )
+    return _adjoint(lower) if upper else lower, info
+
+
+def _first_bad_minor(a: jax.Array) -> jax.Array:
+    """The 1-based index of the first pivot of a Cholesky factorization of (..., n, n) that is not positive.
+
+    XLA only tells that a factorization failed, so the few that do are done again, slowly.
+    """
+    n = a.shape[-1]
+    lower = jnp.tril(a)
+    rest = lower + _adjoint(jnp.tril(a, -1))
+    rows = jnp.arange(n)
+
+    def step(k: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rest, info = state
+        column = lax.dynamic_index_in_dim(rest, k, -1, keepdims=False)
+        pivot = lax.dynamic_index_in_dim(column, k, -1, keepdims=False).real
+        info = jnp.where((info == 0) & ~(pivot > 0), (k + 1).astype(jnp.int32), info)
+        column = jnp.where(rows > k, column / jnp.sqrt(pivot)[..., None].astype(a.dtype), 0)
+        return rest - column[..., :, None] * jnp.conj(column)[..., None, :], info
+
+    return lax.fori_loop(0, n, step, (rest, jnp.zeros(a.shape[:-2], jnp.int32)))[1]
+
+
+@ops.lowering("aten::cholesky_solve")
+def cholesky_solve(self, input2, upper=False):
+    """X with `A @ X = self`, where `A = L @ L.mH`: `self` (..., n, k), and L (or U = L.mH, if `upper`) `input2`."""
+    rhs, factor = _batched(self, input2)
+    first = {"left_side": True, "lower": not upper, "transpose_a": upper, "conjugate_a": upper}
+    then = {"left_side": True, "lower": not upper, "transpose_a": not upper, "conjugate_a": not upper}
+    return lax.linalg.triangular_solve(factor, lax.linalg.triangular_solve(factor, rhs, **first), **then)
+
+
+@ops.lowering("aten::_cholesky_solve_helper")
+def cholesky_solve_helper(self, A, upper):
+    return cholesky_solve(self, A, upper)
+
+
+@ops.lowering("aten::cholesky_inverse")
+def cholesky_inverse(self, upper=False):
+    """The inverse of `L @ L.mH` (of `U.mH @ U`, if `upper`), from the factor `self` (..., n, n)."""
+    return cholesky_solve(_eye(self.shape[-1], self), self, upper)
+
+
+# -- triangular systems ------------------------------------------------------------------------------------------------
+
+
+@ops.lowering("aten::linalg_solve_triangular")
+def linalg_solve_triangular(self, B, *, upper, left=True, unitriangular=False):
+    """X with `self @ X = B` (`X @ self = B` unless `left`): triangular (..., n, n), B (..., n, k), or (..., k, n)."""
+    a, b = _batched(self, B)
+    return lax.linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+
+
+@ops.lowering("aten::triangular_solve")
+def triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
+    """X with `A @ X = self`, or `A.mT @ X = self` if `transpose`; and A, with the batch dimensions of X."""
+    b, a = _batched(self, A)
+    x = lax.linalg.triangular_solve(
+        a, b, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular
+    )
+    return x, a
+
+
+# -- LU ----------------------------------------------------------------------------------------------------------------
+
+
+def _lu(a: jax.Array, pivot: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The compact LU of (..., m, n), its 1-based pivots (..., min(m, n)), and the permutation of rows (..., m)."""
+    if pivot:
+        lu, pivots, permutation = lax.linalg.lu(a)
+        return lu, pivots + 1, permutation
+    m, n = a.shape[-2:]
+    rows, columns = jnp.arange(m)[:, None], jnp.arange(n)
+
+    def eliminate(k: jax.Array, a: jax.Array) -> jax.Array:
+        row = lax.dynamic_index_in_dim(a, k, -2)
+        column = lax.dynamic_index_in_dim(a, k, -1)
+        factors = column / lax.dynamic_index_in_dim(row, k, -1)
+        below = rows > k
+        a = jnp.where(below & (columns == k), factors, a)
+        return jnp.where(below & (columns > k), a - factors * row, a)
+
+    steps = min(m, n)
+    lu = lax.fori_loop(0, steps, eliminate, a)
+    batch = a.shape[:-2]
+    pivots = jnp.broadcast_to(jnp.arange(1, steps + 1, dtype=jnp.int32), (*batch, steps))
+    return lu, pivots, jnp.broadcast_to(jnp.arange(m, dtype=jnp.int32), (*batch, m))
+
+
+def _lower_and_upper(lu: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """L (..., m, k) with ones on its diagonal, and U (..., k, n), from the compact (..., m, n)."""
+    m, n = lu.shape[-2:]
+    k = min(m, n)
+    return jnp.tril(lu[..., :, :k], -1) + jnp.eye(m, k, dtype=lu.dtype), jnp.triu(lu[..., :k, :])
+
+
+def _permutation_matrix(permutation: jax.Array, dtype: Any) -> jax.Array:
+    """P (..., m, m) with `(P.mT @ x)[i] = x[permutation[i]]`."""
+    return jax.nn.one_hot(permutation, permutation.shape[-1], dtype=dtype, axis=-2)
+
+
+def _first_zero_pivot(lu: jax.Array) -> jax.Array:
+    """The 1-based index of the first zero on U's diagonal, or 0: LAPACK's `info`."""
+    zero = jnp.diagonal(lu, axis1=-2, axis2=-1) == 0
+    if zero.shape[-1] == 0:
+        return jnp.zeros(lu.shape[:-2], jnp.int32)
+    return jnp.where(zero.any(-1), jnp.argmax(zero, -1) + 1, 0).astype(jnp.int32)
+
+
+@ops.lowering("aten::linalg_lu")
+def linalg_lu(A, *, pivot=True):
+    """`A = P @ L @ U`: (..., m, n) to P (..., m, m), L (..., m, k), U (..., k, n); P empty unless `pivot`."""
+    lu, _, permutation = _lu(A, pivot)
+    return _permutation_matrix(permutation, A.dtype) if pivot else _none(A), *_lower_and_upper(lu)
+
+
+@ops.lowering("aten::linalg_lu_factor_ex")
+def linalg_lu_factor_ex(A, *, pivot=True, check_errors=False):
+    """LAPACK's compact LU: L and U in one (..., m, n), 1-based int32 row interchanges (..., min(m, n)), info (...)."""
+    lu, pivots, _ = _lu(A, pivot)
+    return lu, pivots, _first_zero_pivot(lu)
+
+
+@ops.lowering("aten::lu_unpack")
+def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
+    """P, L and U of the compact LU; those not asked for are empty."""
+    m = LU_data.shape[-2]
+    none = _none(LU_data)
+    lower, upper = _lower_and_upper(LU_data) if unpack_data else (none, none)
+    if not unpack_pivots:
+        return none, lower, upper
+    permutation = lax.linalg.lu_pivots_to_permutation(LU_pivots - 1, m)
+    return _permutation_matrix(permutation, LU_data.dtype), lower, upper
+
+
+@ops.lowering("aten::linalg_lu_solve")
+def linalg_lu_solve(LU, pivots, B, *, left=True, adjoint=False):
+    """X with `A @ X = B`, or `X @ A = B` unless `left`, from A's compact LU; with A's adjoint for A if `adjoint`.
+
+    LU, pivots: (..., n, n) and (..., n), as of `linalg_lu_factor_ex`. B: (..., n, k), or (..., k, n) unless `left`.
+    """
+    if not left:
+        return _adjoint(linalg_lu_solve(LU, pivots, _adjoint(B), adjoint=not adjoint))
+    permutation = lax.linalg.lu_pivots_to_permutation(pivots - 1, LU.shape[-1])
+    lu, b, order = _batched(LU, B, permutation[..., None])
+    if adjoint:
+        y = lax.linalg.triangular_solve(lu, b, left_side=True, lower=False, transpose_a=True, conjugate_a=True)
+        y = lax.linalg.triangular_solve(
+            lu, y, left_side=True, lower=True, transpose_a=True, conjugate_a=True, unit_diagonal=True
+        )
+        return jnp.take_along_axis(y, jnp.argsort(order, axis=-2), axis=-2)
+    y = jnp.take_along_axis(b, order, axis=-2)
+    y = lax.linalg.triangular_solve(lu, y, left_side=True, lower=True, unit_diagonal=True)
+    return lax.linalg.triangular_solve(lu, y, left_side=True, lower=False)
+
+
+@ops.lowering("aten::linalg_inv_ex")
+def linalg_inv_ex(A, *, check_errors=False):
+    """The inverse of (..., n, n), and info (...): the index of the first zero pivot."""
+    lu, pivots, _ = _lu(A, pivot=True)
+    return linalg_lu_solve(lu, pivots, _eye(A.shape[-1], A)), _first_zero_pivot(lu)
+
+
+# The next three are torch code because for a contiguous real A their LU is that of the transpose, as torch's C++ has it
+# for the sake of LAPACK, and the backward formulas ask A's strides which one it is. A lowering does not see strides.
+
+
+def _lu_as_torch_does(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """The compact LU, pivots and info of A or, as the last result tells, of its transpose."""
+    transposed = a.is_contiguous() and not a.is_complex()
+    return *torch.ops.aten.linalg_lu_factor_ex(a.mT if transposed else a), transposed
+
+
+def _sign_of(pivots: torch.Tensor) -> torch.Tensor:
+    """-1 to the number of row interchanges: (..., n) to (...)."""
+    in_place = torch.arange(1, pivots.shape[-1] + 1, device=pivots.device)
+    return 1 - 2 * ((pivots != in_place).sum(-1) % 2)
+
+
+@ops.decomposition("aten::_linalg_det")
+def linalg_det(A):
+    """The determinant of (..., n, n), with the compact LU and pivots that its backward formula uses."""
+    lu, pivots, _, _ = _lu_as_torch_does(A)
+    return lu.diagonal(0, -2, -1).prod(-1) * _sign_of(pivots), lu, pivots
+
+
+@ops.decomposition("aten::_linalg_slogdet")
+def linalg_slogdet(A):
+    """Sign and logarithm of the absolute value of the determinant, with the compact LU and pivots."""
+    lu, pivots, _, _ = _lu_as_torch_does(A)
+    diagonal = lu.diagonal(0, -2, -1)
+    return diagonal.sgn().prod(-1) * _sign_of(pivots), diagonal.abs().log().sum(-1), lu, pivots
+
+
+@ops.decomposition("aten::_linalg_solve_ex")
+def linalg_solve_ex(A, B, *, left=True, check_errors=False):
+    """X with `A @ X = B` (`X @ A = B` unless `left`), with the compact LU, pivots and info.
+
+    A: (..., n, n). B: (..., n, k), or (..., k, n) unless `left`; or vectors, if its shape is A's without the last size.
+    """
+    lu, pivots, info, transposed = _lu_as_torch_does(A)
+    vectors = B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1])
+    result = torch.ops.aten.linalg_lu_solve(
+        lu, pivots, B.unsqueeze(-1) if vectors else B, left=left, adjoint=transposed
+    )
+    return result.squeeze(-1) if vectors else result, lu, pivots, info
+
+
+# -- least squares and pseudoinverse -----------------------------------------------------------------------------------
+
+
+@ops.lowering("aten::linalg_lstsq", static=("rcond",))
+def linalg_lstsq(self, b, rcond=None, *, driver=None):
+    """X that minimizes the norm of `self @ X - b`, the shortest one if there are many.
+
+    self:    (..., m, n). b: (..., m, k), or (..., m): vectors.
+    driver:  "gels" goes by QR and takes full rank for granted; the others, and the default, by singular values.
+    returns: X (..., n, k); squared residuals (..., k), if m > n; ranks (...); singular values (..., min(m, n)); those
+             that the driver does not compute are (0,). With "gelsd" and "gelss" residuals come at any rank: torch
+             leaves them out below full rank, a shape that depends on the data.
+    """
+    driver = driver or "gelsy"
+    m, n = self.shape[-2:]
+    vectors = b.ndim == 1 or (self.ndim - 1 == b.ndim and b.shape == self.shape[:-1])
+    a, b = _batched(self, b[..., None] if vectors else b)
+    rank = jnp.zeros((0,), jnp.int64)
+    singular = jnp.zeros((0,), self.real.dtype)
+    if driver == "gels":
+        x = _solve_by_qr(a, b)
+    else:
+        u, s, vh = lax.linalg.svd(a, full_matrices=False)
+        tolerance = jnp.finfo(a.dtype).eps * max(m, n) if rcond is None else rcond
+        kept = s > tolerance * jnp.max(s, axis=-1, keepdims=True, initial=0)
+        inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)
+        x = _adjoint(vh) @ (inverse[..., None].astype(a.dtype) * (_adjoint(u) @ b))
+        rank = kept.sum(-1)
+        singular = singular if driver == "gelsy" else s
+    residuals = jnp.zeros((0,), self.real.dtype)
+    if m > n and driver != "gelsy":
+        residuals = jnp.sum(jnp.abs(b - a @ x) ** 2, axis=-2)
+        residuals = residuals[..., 0] if vectors else residuals
+    return x[..., 0] if vectors else x, residuals, rank, singular
+
+
+def _solve_by_qr(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Least squares for (..., m, n) of full rank, or the shortest solution if m < n."""
+    if a.shape[-2] >= a.shape[-1]:
+        q, r = lax.linalg.qr(a, full_matrices=False)
+        return lax.linalg.triangular_solve(r, _adjoint(q) @ b, left_side=True)
+    q, r = lax.linalg.qr(_adjoint(a), full_matrices=False)
+    return q @ lax.linalg.triangular_solve(r, b, left_side=True, transpose_a=True, conjugate_a=True)
+
+
+@ops.lowering("aten::linalg_pinv.atol_rtol_tensor")
+def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
+    """The pseudoinverse (..., n, m) of (..., m, n), by singular values, or eigenvalues if `hermitian`.
+
+    atol, rtol: (...); values up to max(atol, rtol * the largest) count as 0. `rtol` is by default 0 beside a positive
+                `atol`, and else eps * max(m, n).
+    """
+    m, n = self.shape[-2:]
+    if self.size == 0:
+        return jnp.zeros((*self.shape[:-2], n, m), self.dtype)
+    real = self.real.dtype
+    atol = jnp.zeros((), real) if atol is None else atol.astype(real)
+    if rtol is None:
+        rtol = jnp.where(atol > 0, 0, jnp.finfo(real).eps * max(m, n)).astype(real)
+    if hermitian:
+        v, s = lax.linalg.eigh(self, symmetrize_input=False)
+        u, vh = v, _adjoint(v)
+    else:
+        u, s, vh = lax.linalg.svd(self, full_matrices=False)
+    size = jnp.abs(s)
+    kept = size > jnp.maximum(atol[..., None], rtol.astype(real)[..., None] * size.max(-1, keepdims=True))
+    inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0).astype(self.dtype)
+    return (_adjoint(vh) * inverse[..., None, :]) @ _adjoint(u)
+
+
+# -- functions of a matrix ---------------------------------------------------------------------------------------------
+
+# Padé approximants of exp: (largest 1-norm they are exact for, coefficients), by the precision they reach.
+# Source: Higham, "The scaling and squaring method for the matrix exponential revisited", 2005, table 2.3.
+_PADE = {
+    4: (3.925724783138660, (17297280.0, 8648640.0, 1995840.0, 277200.0, 25200.0, 1512.0, 56.0, 1.0)),
+    8: (
+        5.371920351148152,
+        (
+            64764752532480000.0,
+            32382376266240000.0,
+            7771770303897600.0,
+            1187353796428800.0,
+            129060195264000.0,
+            10559470521600.0,
+            670442572800.0,
+            33522128640.0,
+            1323241920.0,
+            40840800.0,
+            960960.0,
+            16380.0,
+            182.0,
+            1.0,
+        ),
+    ),
+}
+
+
+@ops.lowering("aten::linalg_matrix_exp")
+def linalg_matrix_exp(self):
+    """The matrix exponential of (..., n, n): a Padé approximant at `self / 2**s`, squared s times; s as small as works."""
+    a = opmath(self)
+    if a.size == 0:
+        return a
+    reach, coefficients = _PADE[a.real.dtype.itemsize]
+    norm = jnp.abs(a).sum(-2).max(-1)
+    squarings = jnp.ceil(jnp.log2(jnp.maximum(norm / reach, 1)))
+    squarings = jnp.where(jnp.isfinite(squarings), squarings, 0).astype(jnp.int32)[..., None, None]
+    a = a * jnp.exp2(-squarings.astype(a.real.dtype)).astype(a.dtype)
+
+    identity = jnp.broadcast_to(_eye(a.shape[-1], a), a.shape)
+    square = a @ a
+    even, odd = (_polynomial(square, identity, coefficients[start::2]) for start in (0, 1))
+    odd = a @ odd
+    lu, pivots, _ = _lu(even - odd, pivot=True)
+    result = linalg_lu_solve(lu, pivots, even + odd)
+    return lax.fori_loop(0, squarings.max(), lambda i, x: jnp.where(i < squarings, x @ x, x), result)
+
+
+def _polynomial(x: jax.Array, identity: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
+    """The matrix polynomial with these coefficients, lowest first."""
+    total = coefficients[-1] * x + coefficients[-2] * identity
+    for c in reversed(coefficients[:-2]):
+        total = x @ total + c * identity
+    return total
+
+
+@ops.lowering("aten::linalg_cross", promote=SAME)
+def linalg_cross(self, other, *, dim=-1):
+    """The cross product of 3-vectors along `dim`; all other dimensions are broadcast."""
+    a, b = jnp.broadcast_arrays(self, other)
+    turned = [jnp.roll(x, shift, axis=dim) for x in (a, b) for shift in (-1, -2)]
+    return turned[0] * turned[3] - turned[1] * turned[2]
+
+
+# -- distances ---------------------------------------------------------------------------------------------------------
+
+
+def _distance(difference: jax.Array, p: float) -> jax.Array:
+    """The p-norm over the last axis."""
+    size = jnp.abs(difference)
+    if p == 0:
+        return (size != 0).sum(-1).astype(difference.dtype)
+    if p == 1:
+        return size.sum(-1)
+    if p == 2:
+        return jnp.sqrt((difference * difference).sum(-1))
+    if p == float("inf"):
+        return size.max(-1, initial=0)
+    return (size**p).sum(-1) ** (1 / p)
+
+
+def _distance_gradient(difference: jax.Array, distance: jax.Array, p: float) -> jax.Array:
+    """The derivative of `distance` (...) by `difference` (..., k), (..., k); 0 where torch takes it to be."""
+    distance = distance[..., None]
+    apart = distance != 0
+    if p == 0:
+        return jnp.zeros_like(difference)
+    if p == 1:
+        return jnp.sign(difference)
+    if p == 2:
+        return jnp.where(apart, difference / jnp.where(apart, distance, 1), 0)
+    if p == float("inf"):
+        return jnp.where(jnp.abs(difference) == distance, jnp.sign(difference), 0)
+    if p < 1:
+        apart &= difference != 0
+    ratio = jnp.where(apart, jnp.abs(difference), 1) / jnp.where(apart, distance, 1)
+    return jnp.where(apart, jnp.sign(difference) * ratio ** (p - 1), 0)
+
+
+@ops.lowering("aten::_cdist_forward", static=("p",))
+def cdist_forward(x1, x2, p, compute_mode):
+    """The p-norm of the difference of every row of `x1` and every row of `x2`.
+
+    x1, x2:  (..., r1, k) and (..., r2, k), batches broadcast.
+    returns: (..., r1, r2). `compute_mode` has chosen between this and `_euclidean_dist` before.
+    """
+    return _distance(x1[..., :, None, :] - x2[..., None, :, :], p)
+
+
+@ops.lowering("aten::_cdist_backward", static=("p",))
+def cdist_backward(grad_output, x1, x2, p, cdist):
+    """The gradient of `cdist` by `x1`, in the shape of `x1`."""
+    slope = _distance_gradient(x1[..., :, None, :] - x2[..., None, :, :], cdist, p)
+    return _sum_to((grad_output[..., None] * slope).sum(-2), x1.shape)
+
+
+def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x` summed over the dimensions in which `shape` was broadcast to it."""
+    extra = x.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(i + extra for i, size in enumerate(shape) if size == 1 != x.shape[i + extra])
+    return x.sum(axes).reshape(shape)
+
+
+def _pairs(n: int) -> tuple[jax.Array, jax.Array]:
+    """All i < j below n in order, as two vectors of length n (n - 1) / 2. Computed, so that they are no constants."""
+    counts = n - 1 - jnp.arange(n)
+    total = n * (n - 1) // 2
+    i = jnp.repeat(jnp.arange(n), counts, total_repeat_length=total)
+    return i, jnp.arange(total) - (jnp.cumsum(counts) - counts)[i] + i + 1
+
+
+@ops.lowering("aten::_pdist_forward", static=("p",))
+def pdist_forward(self, p=2.0):
+    """The distances between the rows of (n, k), each pair once: (n (n - 1) / 2,)."""
+    if self.shape[0] <= 1:
+        return jnp.zeros((0,), self.dtype)
+    i, j = _pairs(self.shape[0])
+    return _distance(self[i] - self[j], p)
+
+
+@ops.lowering("aten::_pdist_backward", static=("p",))
+def pdist_backward(grad_output, self, p, pdist):
+    """The gradient of `pdist` by `self`: that of all pairs both ways round, as for `cdist`."""
+    n = self.shape[0]
+    if n <= 1:
+        return jnp.zeros_like(self)
+    i, j = _pairs(n)
+    grads, distances = (jnp.zeros((n, n), x.dtype).at[i, j].set(x).at[j, i].set(x) for x in (grad_output, pdist))
+    return cdist_backward(grads, self, self, p, distances)

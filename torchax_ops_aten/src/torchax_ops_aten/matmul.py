@@ -1,0 +1,183 @@
+"""Products of matrices and vectors: mm, bmm, addmm, mv, dot, linear and their kin.
+
+Half types multiply as they are and accumulate in float32 (`preferred_element_type`), rounded once by the kernel. float32
+products follow `torch.get_float32_matmul_precision()`, read when an op is traced. Integers are exact, modulo their width.
+`matmul`, `einsum`, `tensordot` and `bilinear` are composite and arrive here as these ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torchax_core.opset import OpSet
+from torchax_core.promotion import opmath
+
+ops = OpSet("torchax_ops_aten.matmul")
+
+_PRECISION = {
+    "highest": jax.lax.Precision.HIGHEST,
+    "high": jax.lax.Precision.HIGH,
+    "medium": jax.lax.Precision.DEFAULT,
+}
+
+Axes = tuple[Sequence[int], Sequence[int]]
+
+
+def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
+    """How exactly products of `dtype` are computed: the user's choice for float32, else the type's own arithmetic."""
+    if dtype in (jnp.float32, jnp.complex64):
+        return _PRECISION[torch.get_float32_matmul_precision()]
+    return jax.lax.Precision.DEFAULT
+
+
+def product(a: jax.Array, b: jax.Array, contract: Axes, batch: Axes = ((), ())) -> jax.Array:
+    """`dot_general` over the axes `contract`, batched over `batch`; half types give float32."""
+    if a.dtype == jnp.bool_:
+        raise RuntimeError("aten::mm and its kin are not defined for bool tensors; convert them to an integer type.")
+    preferred = opmath(a).dtype
+    return jax.lax.dot_general(
+        a, b, (contract, batch), precision=precision_for(a.dtype), preferred_element_type=preferred
+    )
+
+
+def _scaled(x: jax.Array, factor: jax.Array | int, *, ignore_zero: bool = False) -> jax.Array:
+    """`factor * x`; with `ignore_zero`, a factor of 0 gives 0 whatever `x` holds, as BLAS has it for `beta`."""
+    if isinstance(factor, int) and factor == 1:
+        return x
+    factor = jnp.asarray(factor).astype(x.dtype)
+    scaled = factor * x
+    return jnp.where(factor == 0, jnp.zeros_like(scaled), scaled) if ignore_zero else scaled
+
+
+def _added(self: jax.Array, x: jax.Array, beta: jax.Array | int, alpha: jax.Array | int) -> jax.Array:
+    """`beta * self + alpha * x`, in the dtype of `x`."""
+    return _scaled(self.astype(x.dtype), beta, ignore_zero=True) + _scaled(x, alpha)
+
+
+@ops.lowering("aten::mm")
+def mm(self, mat2):
+    """`self @ mat2`: (n, k) @ (k, m) -> (n, m)."""
+    return product(self, mat2, ((1,), (0,)))
+
+
+@ops.lowering("aten::mm.dtype")
+def mm_dtype(self, mat2, out_dtype):
+    """`mm` with the result in `out_dtype`, rounded once."""
+    return mm(self, mat2).astype(out_dtype)
+
+
+@ops.lowering("aten::bmm")
+def bmm(self, mat2):
+    """`self @ mat2` for each of a batch: (b, n, k) @ (b, k, m) -> (b, n, m)."""
+    return product(self, mat2, ((2,), (1,)), ((0,), (0,)))
+
+
+@ops.lowering("aten::bmm.dtype")
+def bmm_dtype(self, mat2, out_dtype):
+    """`bmm` with the result in `out_dtype`, rounded once."""
+    return bmm(self, mat2).astype(out_dtype)
+
+
+@ops.lowering("aten::addmm")
+def addmm(self, mat1, mat2, *, beta=1, alpha=1):
+    """`beta * self + alpha * mat1 @ mat2`; `self` broadcasts to (n, m), and is not read where `beta` is 0."""
+    return _added(self, mm(mat1, mat2), beta, alpha)
+
+
+@ops.lowering("aten::addmm.dtype")
+def addmm_dtype(self, mat1, mat2, out_dtype, *, beta=1, alpha=1):
+    """`addmm` with the result in `out_dtype`, rounded once."""
+    return addmm(self, mat1, mat2, beta=beta, alpha=alpha).astype(out_dtype)
+
+
+@ops.lowering("aten::_addmm_activation")
+def _addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False):
+    """`addmm` followed by relu, or by the tanh form of gelu, before rounding.
+
+    source: the CPU kernel calls `gelu` in its exact form; `torch._decomp` and this follow it.
+    """
+    out = addmm(self, mat1, mat2, beta=beta, alpha=alpha)
+    return jax.nn.gelu(out, approximate=False) if use_gelu else jax.nn.relu(out)
+
+
+@ops.lowering("aten::baddbmm")
+def baddbmm(self, batch1, batch2, *, beta=1, alpha=1):
+    """`beta * self + alpha * batch1 @ batch2`; `self` broadcasts to (b, n, m), and is not read where `beta` is 0."""
+    return _added(self, bmm(batch1, batch2), beta, alpha)
+
+
+@ops.lowering("aten::baddbmm.dtype")
+def baddbmm_dtype(self, batch1, batch2, out_dtype, *, beta=1, alpha=1):
+    """`baddbmm` with the result in `out_dtype`, rounded once."""
+    return baddbmm(self, batch1, batch2, beta=beta, alpha=alpha).astype(out_dtype)
+
+
+@ops.lowering("aten::addbmm")
+def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
+    """`beta * self + alpha * sum_b batch1[b] @ batch2[b]`: (b, n, k), (b, k, m) -> (n, m)."""
+    return _added(self, product(batch1, batch2, ((0, 2), (0, 1))), beta, alpha)
+
+
+@ops.lowering("aten::mv")
+def mv(self, vec):
+    """`self @ vec`: (n, k) @ (k,) -> (n,)."""
+    return product(self, vec, ((1,), (0,)))
+
+
+@ops.lowering("aten::addmv")
+def addmv(self, mat, vec, *, beta=1, alpha=1):
+    """`beta * self + alpha * mat @ vec`; `self` broadcasts to (n,), and is not read where `beta` is 0."""
+    return _added(self, mv(mat, vec), beta, alpha)
+
+
+@ops.lowering("aten::dot")
+def dot(self, tensor):
+    """The sum of `self * tensor`: (k,), (k,) -> (). Not conjugated; see `vdot`."""
+    return product(self, tensor, ((0,), (0,)))
+
+
+@ops.lowering("aten::vdot")
+def vdot(self, other):
+    """The sum of `conj(self) * other`: (k,), (k,) -> ()."""
+    return product(jnp.conj(self), other, ((0,), (0,)))
+
+
+@ops.lowering("aten::_int_mm")
+def _int_mm(self, mat2):
+    """int8 (n, k) @ (k, m), accumulated and returned in int32."""
+    return jax.lax.dot_general(self, mat2, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+
+
+@ops.lowering("aten::linear", composite_grad="decompose")
+def linear(input, weight, bias=None):
+    """`input @ weight.T + bias`, kept whole where no gradient is recorded: one product, no transposed copy.
+
+    input:   (..., k);  weight: (m, k) or (k,);  bias: (m,) or () or None.
+    returns: (..., m), or (...) for a one-dimensional `weight`.
+    """
+    out = product(input, weight, ((input.ndim - 1,), (weight.ndim - 1,)))
+    return out if bias is None else out + bias.astype(out.dtype)
+
+
+@ops.lowering("aten::_trilinear")
+def _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1):
+    """The sum over `sumdim` of `i1 * i2 * i3`, each first unsqueezed at its `expand` dims: the core of `bilinear`.
+
+    One einsum, so that XLA contracts pairwise; torch loops over `unroll_dim`, which changes no result.
+    """
+    ndim = i1.ndim + len(expand1)
+    summed = {dim % ndim for dim in sumdim}
+    # Size-1 dims broadcast in the product; einsum wants them dropped, and put back where no operand has the full size.
+    operands, used = [], set()
+    for operand, expand in ((i1, expand1), (i2, expand2), (i3, expand3)):
+        expanded = {dim % ndim for dim in expand}
+        kept = [dim for dim in range(ndim) if dim not in expanded]
+        operands += [opmath(operand), kept]
+        used |= set(kept)
+    dims = [dim for dim in range(ndim) if dim not in summed]
+    out = jnp.einsum(*operands, [dim for dim in dims if dim in used], precision=precision_for(operands[0].dtype))
+    return jnp.expand_dims(out, [place for place, dim in enumerate(dims) if dim not in used])

@@ -1,0 +1,318 @@
+"""Random numbers: rand, normal, bernoulli, multinomial, dropout and the other distributions.
+
+Every op asks for a `key`, which the environment splits from its own or takes from the call's torch.Generator, and the
+same key gives the same numbers, eager or compiled. Only the distributions are torch's, not the numbers: those are JAX's.
+The functional twins are registered (`normal_functional`, `uniform`, `bernoulli.p`, ...); `normal_` and the like follow.
+Half types draw on their own grid where an end of the range is excluded, since rounding from float32 could reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax_core.opset import OpSet
+from torchax_core.promotion import opmath
+
+ops = OpSet("torchax_ops_aten.random")
+
+
+def _default_float() -> np.dtype:
+    """torch's default float type, which a factory without `dtype` makes."""
+    return jnp.dtype(str(torch.get_default_dtype()).removeprefix("torch."))
+
+
+def _compute_dtype(dtype: Any) -> np.dtype:
+    """The float type to compute a distribution in, for results of `dtype`: integers and half types take float32."""
+    return jnp.dtype(jnp.float64) if jnp.dtype(dtype) == jnp.float64 else jnp.dtype(jnp.float32)
+
+
+def _uniform(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """[0, 1) on the grid of `dtype`; for a complex one, in both parts."""
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        part = np.empty(0, dtype).real.dtype
+        return lax.complex(*jax.random.uniform(key, (2, *shape), part))
+    return jax.random.uniform(key, shape, dtype)
+
+
+def _open_uniform(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """(0, 1), both ends excluded, so that logarithms are finite: the middles of the steps that [0, 1) is drawn in."""
+    return jax.random.uniform(key, shape, dtype) + jnp.finfo(dtype).eps / 2
+
+
+def _exponential(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """The exponential distribution of rate 1, never 0: `-log(q)` of it must be finite (gumbel_softmax)."""
+    return -jnp.log1p(-_open_uniform(key, shape, dtype))
+
+
+def _normal(key: jax.Array, shape: Sequence[int], dtype: Any, mean: Any, std: Any) -> jax.Array:
+    """`mean + std * N(0, 1)`, computed in float32 for half types. A complex one has variance `std ** 2` in all."""
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        dtype = _compute_dtype(dtype)
+    return jax.random.normal(key, shape, dtype) * std + mean
+
+
+def _integers(key: jax.Array, shape: Sequence[int], low: int, high: int) -> jax.Array:
+    """Integers in [low, high), of any width up to 2**64, as int32 or int64."""
+    if -(2**31) <= low and high < 2**31:
+        return jax.random.randint(key, shape, low, high, jnp.int32)
+    if high - low < 2**63:
+        # Drawn from 0, since `high` itself may be one more than int64 holds.
+        return jax.random.randint(key, shape, 0, high - low, jnp.int64) + low
+    bits = jax.random.bits(key, shape, jnp.uint64)
+    if high - low < 2**64:
+        bits = bits % np.uint64(high - low)
+    return lax.bitcast_convert_type(bits, jnp.int64) + low  # wraps, as two's complement should
+
+
+# -- factories ------------------------------------------------------------------------------------
+
+
+@ops.lowering("aten::rand", "aten::rand.generator")
+def rand(size, *, dtype=None, key):
+    """Uniform on [0, 1). `size` () and up; `dtype` float or complex, the default float type if None."""
+    return _uniform(key, size, dtype or _default_float())
+
+
+@ops.lowering("aten::rand_like", "aten::rand_like.generator")
+def rand_like(self, *, dtype=None, key):
+    """Uniform on [0, 1) in the shape of `self`."""
+    return _uniform(key, self.shape, dtype or self.dtype)
+
+
+@ops.lowering("aten::randn", "aten::randn.generator")
+def randn(size, *, dtype=None, key):
+    """Normal of mean 0 and variance 1; a complex one has variance 1/2 in each part."""
+    return _normal(key, size, dtype or _default_float(), 0, 1)
+
+
+@ops.lowering("aten::randn_like", "aten::randn_like.generator")
+def randn_like(self, *, dtype=None, key):
+    """Normal of mean 0 and variance 1 in the shape of `self`."""
+    return _normal(key, self.shape, dtype or self.dtype, 0, 1)
+
+
+@ops.lowering("aten::randint", "aten::randint.generator")
+def randint(high, size, *, dtype=None, key):
+    """Integers in [0, high), int64 unless `dtype` says otherwise (float types hold integers)."""
+    return _integers(key, size, 0, high)
+
+
+@ops.lowering("aten::randint.low", "aten::randint.low_generator")
+def randint_low(low, high, size, *, dtype=None, key):
+    """Integers in [low, high)."""
+    return _integers(key, size, low, high)
+
+
+@ops.lowering("aten::randint_like", "aten::randint_like.generator")
+def randint_like(self, high, *, dtype=None, key):
+    """Integers in [0, high) in the shape and dtype of `self`."""
+    return _integers(key, self.shape, 0, high)
+
+
+@ops.lowering("aten::randint_like.low_dtype", "aten::randint_like.low_generator_dtype")
+def randint_like_low(self, low, high, *, dtype=None, key):
+    """Integers in [low, high) in the shape and dtype of `self`."""
+    return _integers(key, self.shape, low, high)
+
+
+@ops.lowering("aten::randint_like.Tensor", "aten::randint_like.Tensor_generator")
+def randint_like_tensor(self, high, *, dtype=None, key):
+    """Integers in [0, high) in the shape and dtype of `self`; `high` has one element."""
+    return jax.random.randint(key, self.shape, 0, high.reshape(()).astype(jnp.int64), jnp.int64)
+
+
+@ops.lowering("aten::randperm", "aten::randperm.generator")
+def randperm(n, *, dtype=None, key):
+    """A permutation of 0..n-1."""
+    return jax.random.permutation(key, jnp.arange(n))
+
+
+@ops.lowering("aten::normal.float_float")
+def normal_float_float(mean, std, size, *, dtype=None, key):
+    """Normal of mean `mean` and standard deviation `std`, of shape `size`."""
+    return _normal(key, size, dtype or _default_float(), mean, std)
+
+
+@ops.lowering("aten::normal.Tensor_float", "aten::normal.float_Tensor", "aten::normal.Tensor_Tensor")
+def normal(mean, std=1.0, *, key):
+    """Normal, one draw per element of `mean` and `std` broadcast, in the dtype of the tensor (of `mean` if both)."""
+    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    dtype = jnp.result_type(mean) if jnp.ndim(mean) or not jnp.ndim(std) else jnp.result_type(std)
+    return _normal(key, shape, dtype, mean, std)
+
+
+# -- fills: the functional twins of normal_, uniform_, ... ------------------------------------------
+
+
+@ops.lowering("aten::normal_functional")
+def normal_functional(self, mean=0.0, std=1.0, *, key):
+    """Normal of mean `mean` and standard deviation `std` in the shape and dtype of `self`."""
+    return _normal(key, self.shape, self.dtype, mean, std)
+
+
+@ops.lowering("aten::uniform")
+def uniform(self, to=1.0, *, key, **arguments):
+    """Uniform on [from, to) in the shape and dtype of `self`."""
+    low = arguments.get("from", 0.0)  # no name for a Python parameter
+    return opmath(_uniform(key, self.shape, self.dtype)) * (to - low) + low
+
+
+@ops.lowering("aten::log_normal")
+def log_normal(self, mean=1.0, std=2.0, *, key):
+    """exp of a normal of mean `mean` and standard deviation `std`."""
+    return jnp.exp(_normal(key, self.shape, self.dtype, mean, std))
+
+
+@ops.lowering("aten::exponential")
+def exponential(self, lambd=1.0, *, key):
+    """The exponential distribution of rate `lambd`; greater than 0."""
+    return _exponential(key, self.shape, _compute_dtype(self.dtype)) / lambd
+
+
+@ops.lowering("aten::cauchy")
+def cauchy(self, median=0.0, sigma=1.0, *, key):
+    """The Cauchy distribution."""
+    return median + sigma * jnp.tan(jnp.pi * (_open_uniform(key, self.shape, _compute_dtype(self.dtype)) - 0.5))
+
+
+@ops.lowering("aten::geometric")
+def geometric(self, p, *, key):
+    """Trials up to and with the first success, each of probability `p` in (0, 1): 1, 2, ..."""
+    u = _open_uniform(key, self.shape, _compute_dtype(self.dtype))
+    return jnp.maximum(jnp.ceil(jnp.log(u) / jnp.log1p(-p)), 1)
+
+
+def _random_end(dtype: Any) -> int:
+    """One more than the largest integer that `random` gives: all integers below it are exact in `dtype`."""
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return 2
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).max) + 1
+    return 2 ** (jnp.finfo(dtype).nmant + 1) + 1
+
+
+@ops.lowering("aten::random")
+def random(self, *, key):
+    """Integers from 0 to the largest of an integer dtype, or to 2**(mantissa bits) of a float one."""
+    return _integers(key, self.shape, 0, _random_end(self.dtype))
+
+
+@ops.lowering("aten::random.to")
+def random_to(self, to, *, key):
+    """Integers in [0, to)."""
+    return _integers(key, self.shape, 0, to)
+
+
+@ops.lowering("aten::random.from")
+def random_from(self, to, *, key, **arguments):
+    """Integers in [from, to); up to the largest that `random` gives if `to` is None."""
+    return _integers(key, self.shape, arguments["from"], _random_end(self.dtype) if to is None else to)
+
+
+# -- distributions of a tensor of parameters ---------------------------------------------------------
+
+
+@ops.lowering("aten::bernoulli")
+def bernoulli(self, *, key):
+    """0 or 1, 1 with the probability that `self` holds for each element; shape and dtype of `self`."""
+    return jax.random.bernoulli(key, opmath(self), self.shape).astype(self.dtype)
+
+
+@ops.lowering("aten::bernoulli.p", "aten::bernoulli.Tensor")
+def bernoulli_p(self, p=0.5, *, key):
+    """0 or 1 in the shape and dtype of `self`, 1 with probability `p` in [0, 1], which broadcasts to `self`."""
+    return jax.random.bernoulli(key, opmath(jnp.asarray(p)), self.shape).astype(self.dtype)
+
+
+@ops.lowering("aten::multinomial")
+def multinomial(self, num_samples, replacement=False, *, key):
+    """Indices drawn with the weights that each row of `self` holds.
+
+    self:    (n,) or (m, n), float; weights that need not add up to 1.
+    returns: (num_samples,) or (m, num_samples), int64. Weight 0 is not drawn, unless a row has fewer others than
+             `num_samples` and may not repeat them: CPU torch raises then, which compiled code cannot.
+    """
+    weights = self.astype(_compute_dtype(self.dtype))
+    if not replacement or num_samples == 1:
+        # The smallest exponential variables of rates `weights` are a draw without replacement, in order.
+        score = jnp.log(weights) - jnp.log(_exponential(key, weights.shape, weights.dtype))
+        if num_samples == 1:
+            return jnp.argmax(score, axis=-1, keepdims=True)
+        return lax.top_k(score, num_samples)[1].astype(jnp.int64)
+    # A parallel sum may round weights of 0 into small steps, which could be drawn: only others make steps.
+    ends = lax.cummax(jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0), axis=weights.ndim - 1)
+    total = ends[..., -1:]
+    u = jax.random.uniform(key, (*weights.shape[:-1], num_samples), weights.dtype) * total
+    u = jnp.minimum(u, jnp.nextafter(total, jnp.zeros_like(total)))
+    search = jnp.vectorize(lambda row, at: jnp.searchsorted(row, at, side="right"), signature="(n),(k)->(k)")
+    return search(ends, u).astype(jnp.int64)
+
+
+def _threefry(key: jax.Array) -> jax.Array:
+    """The key as a threefry one, which is all that jax.random.poisson takes."""
+    return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
+
+
+@ops.lowering("aten::poisson")
+def poisson(self, *, key):
+    """Counts of the Poisson distribution of rate `self`, in its shape and dtype."""
+    return jax.random.poisson(_threefry(key), opmath(self), self.shape, jnp.int64)
+
+
+@ops.lowering("aten::binomial")
+def binomial(count, prob, *, key):
+    """Successes of `count` trials of probability `prob`, broadcast; dtype of `count`."""
+    shape = jnp.broadcast_shapes(count.shape, prob.shape)
+    dtype = _compute_dtype(count.dtype)
+    return jax.random.binomial(key, count.astype(dtype), prob.astype(dtype), shape, dtype)
+
+
+@ops.lowering("aten::_standard_gamma")
+def _standard_gamma(self, *, key):
+    """The gamma distribution of shape parameter `self` and rate 1."""
+    return jax.random.gamma(key, opmath(self), self.shape, _compute_dtype(self.dtype))
+
+
+@ops.lowering("aten::_standard_gamma_grad")
+def _standard_gamma_grad(self, output):
+    """The derivative of a gamma draw `output` by its shape parameter `self` (implicit reparametrization)."""
+    return lax.random_gamma_grad(opmath(self), opmath(output))
+
+
+@ops.lowering("aten::_sample_dirichlet")
+def _sample_dirichlet(self, *, key):
+    """The Dirichlet distribution. self: (..., n) concentrations. returns: (..., n), the last axis adds up to 1."""
+    # Gammas by their logarithms: those of small concentrations are too small for the float type.
+    return jax.nn.softmax(jax.random.loggamma(key, opmath(self), self.shape, _compute_dtype(self.dtype)), axis=-1)
+
+
+# -- dropout --------------------------------------------------------------------------------------
+
+
+@ops.lowering("aten::native_dropout")
+def native_dropout(input, p, train=True, *, key):
+    """`input` with each element zeroed with probability `p` and the others divided by `1 - p`; the mask of those kept.
+
+    returns: `input`'s shape and dtype, and bool. Nothing is dropped if `train` is False.
+    """
+    if train is False:
+        return input, jnp.ones(input.shape, bool)
+    keep = 1 - jnp.asarray(p, _compute_dtype(input.dtype))
+    mask = jax.random.bernoulli(key, keep, input.shape)
+    scale = jnp.where(keep == 0, 0, 1 / jnp.where(keep == 0, 1, keep))
+    return jnp.where(mask, opmath(input) * scale, 0), mask
+
+
+@ops.lowering("aten::native_dropout_backward")
+def native_dropout_backward(grad_output, mask, scale):
+    """`grad_output` where `mask`, times `scale`, which the forward divided by."""
+    return jnp.where(mask, opmath(grad_output) * scale, 0)

@@ -1,0 +1,94 @@
+"""Scans: running sums, products, extremes and log-sum-exps along one dimension, in logarithmic depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from torchax_core.opset import OpSet
+from torchax_core.promotion import opmath
+from torchax_ops_aten.copying import cast
+
+ops = OpSet("torchax_ops_aten.scans")
+
+
+def _accumulator(x: jax.Array, dtype: np.dtype | None) -> jax.Array:
+    """`x` in the type it is accumulated in: `dtype` if given (widened if half), int64 for integers and bools."""
+    if dtype is not None:
+        x = cast(x, dtype)
+    whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_
+    return x.astype(np.int64) if whole else opmath(x)
+
+
+@ops.lowering("aten::cumsum")
+def cumsum(self, dim, *, dtype=None):
+    """out[i] = self[0] + ... + self[i] along `dim`. Integers and bools give int64."""
+    x = _accumulator(self, dtype)
+    return x if x.ndim == 0 else lax.cumsum(x, axis=dim % x.ndim)
+
+
+@ops.lowering("aten::cumprod")
+def cumprod(self, dim, *, dtype=None):
+    """out[i] = self[0] * ... * self[i] along `dim`. Integers and bools give int64."""
+    x = _accumulator(self, dtype)
+    return x if x.ndim == 0 else lax.cumprod(x, axis=dim % x.ndim)
+
+
+@ops.lowering("aten::logcumsumexp", "aten::_logcumsumexp")
+def logcumsumexp(self, dim):
+    """out[i] = log(exp(self[0]) + ... + exp(self[i])) along `dim`, without overflow."""
+    x = opmath(self)
+    if x.ndim == 0:
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return _complex_logcumsumexp(x, dim % x.ndim)
+    return lax.cumlogsumexp(x, axis=dim % x.ndim)
+
+
+def _complex_logcumsumexp(x: jax.Array, axis: int) -> jax.Array:
+    """One step after the other: the multiple of 2 pi in the imaginary part depends on the order of summation."""
+
+    def add(total: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+        new_is_smaller = new.real < total.real
+        smaller, larger = jnp.where(new_is_smaller, new, total), jnp.where(new_is_smaller, total, new)
+        both_zero = jnp.isneginf(larger.real)  # exp of both is 0, and has no angle
+        total = jnp.where(both_zero, smaller, larger + jnp.log1p(jnp.exp(smaller - larger)))
+        return total, total
+
+    steps = jnp.moveaxis(x, axis, 0)
+    return jnp.moveaxis(lax.scan(add, jnp.full(steps.shape[1:], -np.inf, x.dtype), steps)[1], 0, axis)
+
+
+def _running_extreme(
+    x: jax.Array, dim: int, reaches: Callable[[jax.Array, jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The extreme so far and the last index that reached it; a NaN reaches any, and only a NaN reaches a NaN."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), np.int64)
+    axis = dim % x.ndim
+
+    def later(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        take = reaches(b[0], a[0])
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            take = jnp.isnan(b[0]) | (take & ~jnp.isnan(a[0]))
+        return jnp.where(take, b[0], a[0]), jnp.where(take, b[1], a[1])
+
+    index_type = np.int32 if x.shape[axis] < 2**31 else np.int64
+    values, indices = lax.associative_scan(later, (x, lax.broadcasted_iota(index_type, x.shape, axis)), axis=axis)
+    return values, indices.astype(np.int64)
+
+
+@ops.lowering("aten::cummax")
+def cummax(self, dim):
+    """The running maximum along `dim`, and the last index it stood at. returns: (values, indices), shape of `self`."""
+    return _running_extreme(self, dim, jnp.greater_equal)
+
+
+@ops.lowering("aten::cummin")
+def cummin(self, dim):
+    """The running minimum along `dim`, and the last index it stood at. returns: (values, indices), shape of `self`."""
+    return _running_extreme(self, dim, jnp.less_equal)
