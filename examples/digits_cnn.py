@@ -40,7 +40,10 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a run measured. Times are medians over steps, in milliseconds; a step ends when its loss is known."""
+    """What a run measured. Times are medians over steps, in milliseconds; a step ends when its loss is known.
+
+    compilations: how often the jitted step was compiled, though the learning rate changed after every step.
+    """
 
     accuracy: float
     losses: list[float]
@@ -151,7 +154,7 @@ def main(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total)
     eager = make_step(model, optimizer)
-    jitted = torchax_core.jit(eager)
+    jitted = torchax_core.jit(eager) if device == "jax" else eager
 
     losses: list[float] = []
     times: list[float] = []
@@ -186,6 +189,7 @@ def main(
         jitted_ms=1e3 * statistics.median(times[eager_steps + 1 :]),
         cpu_ms=1e3 * statistics.median(cpu_step_times(model, loader, steps=20)[1:]),
         first_jitted_s=times[eager_steps],
+        compilations=len(jitted.compilations) if jitted is not eager else 0,
         picture=picture,
     )
     table = Table(title=f"digits_cnn on device {device!r}, {total} steps of 64 digits")
@@ -196,6 +200,7 @@ def main(
     table.add_row("jitted step", f"{figures.jitted_ms:.2f} ms")
     table.add_row("CPU torch step", f"{figures.cpu_ms:.2f} ms")
     table.add_row("first jitted step (trace, compile)", f"{figures.first_jitted_s:.2f} s")
+    table.add_row("compilations of the jitted step", str(figures.compilations))
     table.add_row("loss, first and last step", f"{losses[0]:.3f} -> {losses[-1]:.4f}")
     console.print(table)
     console.print(f"Wrote {picture}")

@@ -72,7 +72,7 @@ def main() -> None:
 def packs(as_json: JsonOption = False) -> None:
     """List the packs installed, highest rank first. Exit code 1 if one is broken."""
     table = OpTable(Config.from_environment())
-    rows = []
+    rows: list[dict[str, Any]] = []
     for pack in table.packs:
         count = len(table.host.definitions(pack, table.config))  # imports its families: some break only here
         serves = (*pack.namespaces, *sorted(pack.ops | pack.functions))
@@ -194,11 +194,11 @@ def explain(
 
 
 def _named(op: str) -> list[Any]:
-    """The torch ops that `op` stands for; [op] for a torch function. Raises OpNameError for what torch does not know."""
+    """The torch ops that `op` stands for; [op] for a torch function. Raises OpNameError for an unknown name."""
     if "::" not in op:
         if find_function(op) is None:
             raise OpNameError(
-                f"{op!r} is neither a torch op ('aten::add.Tensor') nor a torch function ('torch.einsum').{_near_op(op)}"
+                f"{op!r} is neither an op ('aten::add.Tensor') nor a torch function ('torch.einsum').{_near_op(op)}"
             )
         return [op]
     every = _torch_ops()

@@ -25,7 +25,10 @@ _lock = threading.Lock()
 
 def is_composite(func: Any) -> bool:
     """Whether torch decomposes the op above every backend (it has a CompositeImplicitAutograd kernel)."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op_name(func), "CompositeImplicitAutograd")
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(op_name(func), "CompositeImplicitAutograd")
+    except RuntimeError:  # an overload of TorchScript's alone ("aten::exp.int"), which the dispatcher does not know
+        return False
 
 
 def keep_whole(func: Any) -> None:
@@ -40,13 +43,19 @@ def keep_whole(func: Any) -> None:
             library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")  # noqa: TOR901
 
         def caught(*args: Any, **kwargs: Any) -> Any:
-            kernels = active.kernels
-            if kernels is None:
-                kernels = resolve_active()
-            kernel = kernels.get(func)
+            if active.kernels is None:
+                resolve_active()
+            environment, trace = active.environment, active.trace
+            kernel = environment._kernels.get(func)
             if kernel is None:
-                kernel = active.environment._kernel(func)
-            return _run(kernel, func, args, kwargs)
+                kernel = environment._kernel(func)
+            if trace is None:
+                return _run(kernel, func, args, kwargs)
+            trace.lift_all(args)
+            trace.lift_all(kwargs.values())
+            result = _run(kernel, func, args, kwargs)
+            trace.note(result)
+            return result
 
         library.impl(name.partition("::")[2], caught, "AutogradPrivateUse1")
         _kept.add(name)

@@ -387,11 +387,10 @@ def resolve_op(op: Any) -> Any:
             if found is None:
                 raise OpNameError(unknown_op(op))
             return found
-        return packet.default if packet.overloads() == ["default"] else packet
+        return packet.default if "default" in packet.overloads() else packet
     if inspect.isbuiltin(op) or type(op).__name__ in ("method_descriptor", "builtin_function_or_method"):
         # torch.exp and torch.Tensor.exp are one aten op, and both should follow the override
-        packet = getattr(torch.ops.aten, op.__name__, None)
-        return packet
+        return getattr(torch.ops.aten, op.__name__, None)
     return getattr(op, "_opoverload", None)  # torch.library.custom_op
 
 

@@ -1,2 +1,515 @@
-def jit(fn): return fn
-def compile(fn): return fn
+"""jit: an imperative torch function as one XLA program.
+
+    @torchax_core.jit
+    def step(x, y):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss
+
+The function is traced once per signature (see docs/jit.md): tensors it meets (parameters, buffers, optimizer state) become
+inputs, storages it writes become outputs and take their new values after each call, and what is both is donated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from torchax_core import log
+from torchax_core.convert import is_traced
+from torchax_core.environment import current_env
+from torchax_core.optimizers import tracing_optimizers
+from torchax_core.tensor import DEVICE_TYPE, Aval, Storage, Tensor, active, make_tensor, share_tensor
+from torchax_core.trace import Trace, promote_placeholders
+from torchax_core.vjp import DifferentiableProgram, differentiable_call
+
+__all__ = ["JittedFunction", "compile", "jit"]
+
+
+@dataclasses.dataclass
+class Compilation:
+    """One compile of a jitted function, for `explain()`."""
+
+    number: int
+    reason: str
+    seconds: float
+    inputs: int
+    written: int
+
+    def __str__(self) -> str:
+        return (
+            f"#{self.number}: {self.reason} ({self.seconds:.2f} s, {self.inputs} state inputs, {self.written} written)"
+        )
+
+
+class JittedFunction:
+    """What `torchax_core.jit` returns: callable like the function, plus `explain()` and `clear_cache()`."""
+
+    def __init__(self, fn: Callable[..., Any], *, donate: bool | None = None, name: str | None = None) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self.fn = fn
+        self.donate = donate
+        self.name = name or getattr(fn, "__qualname__", type(fn).__name__)
+        self.compilations: list[Compilation] = []
+        self._programs: dict[Any, list[_Program]] = {}
+        self._last_key: Any = None
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if active.trace is not None:
+            return self.fn(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        environment = current_env()
+        key: list[Any] = [spec, environment, environment.version, *_torch_state()]
+        stores: dict[int, int] = {}
+        for i, leaf in enumerate(leaves):
+            cls = leaf.__class__
+            if cls is Tensor:
+                key.append(leaf._aval)
+                key.append(leaf.requires_grad)
+                first = stores.setdefault(id(leaf._store), i)
+                if first != i:
+                    key.append(first)
+            elif isinstance(leaf, torch.Tensor):
+                if not isinstance(leaf, Tensor):
+                    leaf = leaves[i] = leaf.to(DEVICE_TYPE)
+                key.append(leaf._aval)
+                key.append(leaf.requires_grad)
+            elif isinstance(leaf, (jax.Array, jax.core.Tracer)):
+                key.append(jax.typeof(leaf))
+            else:
+                key.append(_static(leaf, self.name))
+            if is_traced(leaf._store.array if isinstance(leaf, Tensor) else leaf):
+                return self.fn(*args, **kwargs)  # inside somebody's jax transformation: part of their program
+        signature = tuple(key)
+        programs = self._programs.setdefault(signature, [])
+        failed = ""
+        for program in programs:
+            failed = program.failed_guard()
+            if not failed:
+                return program.run(leaves)
+        program = self._compile(signature, leaves, spec, environment, failed)
+        programs.insert(0, program)
+        return program.run(leaves)
+
+    def explain(self) -> str:
+        """Why each compile happened, one line each."""
+        return "\n".join(map(str, self.compilations)) or "not compiled yet"
+
+    def clear_cache(self) -> None:
+        """Forget every compiled program, and the tensors they refer to."""
+        self._programs.clear()
+
+    def _compile(self, signature: Any, leaves: list[Any], spec: Any, environment: Any, failed: str) -> _Program:
+        reason = failed or _difference(self._last_key, signature)
+        self._last_key = signature
+        start = time.perf_counter()
+        program = _Program(self, leaves, spec, environment)
+        known = [p for found in self._programs.values() for p in found]
+        program.finish(known)
+        seconds = time.perf_counter() - start
+        done = Compilation(
+            len(self.compilations) + 1, reason, seconds, len(program.captured), len(program.writes)
+        )
+        self.compilations.append(done)
+        if log.recompiles:
+            log.logger.info("jit %s: traced %s", self.name, done)
+        return program
+
+
+def jit(fn: Callable[..., Any] | None = None, *, donate: bool | None = None, name: str | None = None) -> Any:
+    """Compile an imperative torch function, training steps included, into one XLA program.
+
+    fn:      any callable; a method or an nn.Module too. Also usable as `@jit(donate=False)`.
+    donate:  let the program reuse the memory of state it replaces; default: the environment's `Config.donate`.
+    name:    for logs and profiles.
+
+    Python side effects happen while tracing only. Raises DataDependentError where the function needs a tensor's value.
+    """
+    if fn is None:
+        return lambda f: jit(f, donate=donate, name=name)
+    return JittedFunction(fn, donate=donate, name=name)
+
+
+def compile(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    """The module with its forward jitted, in place; returns it, so that `model = compile(model)` reads as in torch."""
+    module.forward = jit(module.forward, **options)
+    return module
+
+
+# -- one program ---------------------------------------------------------------------------------
+
+
+class _Result:
+    """In the structure of results: the place of an output of the program."""
+
+    __slots__ = ("aval", "index")
+
+    def __init__(self, index: int, aval: Aval | None) -> None:
+        self.index = index
+        self.aval = aval
+
+
+class _Program:
+    """One traced and compiled function: its inputs, outputs and guards."""
+
+    def __init__(self, owner: JittedFunction, leaves: list[Any], spec: Any, environment: Any) -> None:
+        self.owner = owner
+        self.environment = environment
+        self.spec = spec
+        self.captured: list[Storage] = []
+        self.writes: list[tuple[Any, int]] = []
+        self.tensors: list[tuple[Tensor, Storage, bool]] = []
+        self.grad_none: list[tuple[Tensor, bool]] = []
+        self.grad_sets: list[tuple[Tensor, Any, int, Aval]] = []
+        self.born: list[tuple[weakref.ref[Storage], int]] = []
+        self.differentiable: DifferentiableProgram | None = None
+        self._trace(leaves)
+
+    # -- tracing ---------------------------------------------------------------------------------
+
+    def _trace(self, leaves: list[Any]) -> None:
+        self.argument_places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, jax.Array))]
+        arrays = [leaves[i]._array() if isinstance(leaves[i], Tensor) else leaves[i] for i in self.argument_places]
+        random = self.environment.random
+
+        def traced(key: Any, count: Any, *tracers: Any) -> list[Any]:
+            return self._run_function(leaves, key, count, tracers)
+
+        jaxpr = jax.make_jaxpr(traced)(random.key, np.uint32(random.count & 0xFFFF_FFFF), *arrays)
+        trace = self.trace
+        self.jaxpr = promote_placeholders(jaxpr, [*trace.lifted, *trace.host_inputs])
+        self.draws = trace.draws
+        self.guards = trace.guards
+        self._module_guards(trace)
+
+    def _run_function(self, leaves: list[Any], key: Any, count: Any, tracers: Any) -> list[Any]:
+        trace = self.trace = Trace(self.environment, key, count)
+        inner = list(leaves)
+        placeholders: dict[int, tuple[Storage, Any]] = {}
+        shared: dict[int, Any] = {}
+        for place, tracer in zip(self.argument_places, tracers, strict=True):
+            leaf = leaves[place]
+            if not isinstance(leaf, Tensor):
+                inner[place] = tracer
+                continue
+            if leaf.__class__ is Tensor:
+                store = leaf._store
+                if id(store) in shared:
+                    tensor = share_tensor(shared[id(store)], leaf._aval)
+                else:
+                    shared[id(store)] = store
+                    trace.arguments[id(store)] = (store, store.array, store.version)
+                    store.write(tracer)
+                    placeholders[place] = (store, tracer)
+                    tensor = share_tensor(store, leaf._aval)
+            else:
+                tensor = make_tensor(tracer, Aval.contiguous(tuple(leaf.shape), leaf.dtype))
+                placeholders[place] = (tensor._store, tracer)
+            if leaf.requires_grad:
+                tensor.requires_grad_()
+            inner[place] = tensor
+        before = (active.trace, active.kernels)
+        active.trace = trace
+        active.kernels = trace.kernels(self.environment)
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda module, args: trace.modules.setdefault(id(module), module) and None
+        )
+        try:
+            with tracing_optimizers(), torch.autograd.set_multithreading_enabled(False):
+                args, kwargs = pytree.tree_unflatten(inner, self.spec)
+                result = self.owner.fn(*args, **kwargs)
+                argument_grads = [
+                    (place, inner[place].grad)
+                    for place in placeholders
+                    if inner[place].is_leaf and inner[place].grad is not None
+                ]
+            outputs = self._collect(trace, result, placeholders, argument_grads)
+        except BaseException:
+            trace.restore()
+            trace.restore_grads()
+            raise
+        finally:
+            hook.remove()
+            for cleanup in trace.cleanups:
+                cleanup()
+            active.trace, active.kernels = before
+            trace.restore_arguments()
+        trace.restore()
+        return outputs
+
+    def _collect(
+        self, trace: Trace, result: Any, placeholders: dict[int, tuple[Storage, Any]], argument_grads: list[Any]
+    ) -> list[Any]:
+        """The program's outputs: results, new values of what was written, gradients, and what was made and kept."""
+        outputs: list[Any] = []
+        places: dict[int, int] = {}
+
+        def out(array: Any) -> int:
+            if id(array) not in places:
+                places[id(array)] = len(outputs)
+                outputs.append(array)
+            return places[id(array)]
+
+        flat, self.result_spec = pytree.tree_flatten(result)
+        wants_grad = False
+        self.results: list[Any] = []
+        for leaf in flat:
+            if isinstance(leaf, Tensor):
+                trace.lift(leaf)
+                wants_grad = wants_grad or leaf.requires_grad
+                self.results.append(_Result(out(leaf._array()), Aval.of(leaf.shape, _dense(leaf), leaf.dtype)))
+            elif isinstance(leaf, (jax.Array, jax.core.Tracer)):
+                self.results.append(_Result(out(leaf), None))
+            else:
+                self.results.append(leaf)
+        del flat, result, leaf
+        self.wants_grad = wants_grad and not trace.backward_ran
+        grads: list[Any] = []
+        for tensor, initial in trace.grads.values():
+            grad = torch.Tensor.grad.__get__(tensor)  # type: ignore[attr-defined]
+            if grad is not initial:
+                self.wants_grad = False
+                grads.append((tensor, grad))
+        for tensor, grad in grads:
+            if grad is None:
+                self.grad_sets.append((tensor, None, -1, None))  # type: ignore[arg-type]
+            elif is_traced(grad._store.array):
+                self.grad_sets.append((tensor, grad, out(grad._array()), grad._aval))
+        self.argument_grads = [(place, out(grad._array()), grad._aval) for place, grad in argument_grads]
+        for place, (store, tracer) in placeholders.items():
+            if store.array is not tracer:
+                self.writes.append((place, out(store.array)))
+        for entry in trace.lifted.values():
+            if entry.written:
+                self.writes.append((entry.store, out(entry.store.array)))
+        survivors = trace.survivors()
+        held = {id(g[1]._store) for g in self.grad_sets if g[1] is not None}
+        if any(id(s) not in held for s in survivors):
+            del survivors
+            gc.collect()
+            survivors = trace.survivors()
+        for store in survivors:
+            if id(store) not in held:
+                self.born.append((weakref.ref(store), out(store.array)))
+        for tensor, initial in trace.grads.values():
+            if id(tensor) not in trace.reset_grads:
+                self.grad_none.append((tensor, initial is None))
+        self.captured = [entry.store for entry in trace.lifted.values()]
+        self.tensors = [
+            (tensor, store, tensor.requires_grad)
+            for tensor, store in trace.tensors.values()
+            if id(store) in trace.lifted
+        ]
+        self.hosts = [read for read, _ in trace.host_inputs]
+        order = sorted(
+            [(entry.tracer, ("store", i)) for i, entry in enumerate(trace.lifted.values())]
+            + [(tracer, ("host", i)) for i, (_, tracer) in enumerate(trace.host_inputs)],
+            key=lambda pair: trace.bound[id(pair[0])],
+        )
+        self.input_order = [what for _, what in order]
+        return outputs
+
+    def _module_guards(self, trace: Trace) -> None:
+        self.modules: list[tuple[Any, bool, Any, list[int], Any, list[int]]] = [
+            (m, m.training, m._parameters, list(map(id, m._parameters.values())), m._buffers, list(map(id, m._buffers.values())))
+            for m in trace.modules.values()
+        ]
+
+    # -- compiling -------------------------------------------------------------------------------
+
+    def finish(self, known: list[_Program]) -> None:
+        """Compile, unless a program already there is the same but for its guards."""
+        del self.trace
+        donate = self.owner.donate if self.owner.donate is not None else self.environment.config.donate
+        written = {id(store) for store, _ in self.writes if isinstance(store, Storage)}
+        first = 2 + len(self.argument_places)
+        self.donated = [
+            what[0] == "store" and donate and id(self.captured[what[1]]) in written and not self.wants_grad
+            for what in self.input_order
+        ]
+        run = jec.jaxpr_as_fun(self.jaxpr)
+        if self.wants_grad:
+            self.differentiable = DifferentiableProgram(run)
+        self.text = str(self.jaxpr)
+        for program in known:
+            if program.text == self.text and program.donated == self.donated and not self.jaxpr.consts:
+                self.compiled = program.compiled
+                return
+        numbers = tuple(first + i for i, give in enumerate(self.donated) if give)
+        run.__name__ = self.owner.name.rpartition(".")[2].strip("<>") or "step"
+        self.compiled = jax.jit(run, donate_argnums=numbers)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def failed_guard(self) -> str:
+        """Empty if the program may run; else what changed since it was traced."""
+        for tensor, store, requires_grad in self.tensors:
+            if tensor._store is not store:
+                return f"a state tensor of shape {tuple(tensor.shape)} holds other storage than when traced"
+            if tensor.requires_grad is not requires_grad:
+                return f"requires_grad of a state tensor of shape {tuple(tensor.shape)} became {tensor.requires_grad}"
+        for module, training, parameters, parameter_ids, buffers, buffer_ids in self.modules:
+            if module.training is not training:
+                return f"{type(module).__name__}.training became {module.training}"
+            if parameter_ids and [*map(id, parameters.values())] != parameter_ids:
+                return f"a parameter of {type(module).__name__} was replaced"
+            if buffer_ids and [*map(id, buffers.values())] != buffer_ids:
+                return f"a buffer of {type(module).__name__} was replaced"
+        for tensor, was_none in self.grad_none:
+            if (torch.Tensor.grad.__get__(tensor) is None) is not was_none:  # type: ignore[attr-defined]
+                return f"the .grad of a state tensor of shape {tuple(tensor.shape)} {'appeared' if was_none else 'became None'}"
+        for name, read, value in self.guards:
+            if read() != value:
+                return f"{name} changed from {value} to {read()}"
+        return ""
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Run on these arguments: gather inputs, call the program, put its outputs where they belong."""
+        random = self.environment.random
+        if self.differentiable is not None:
+            return self._run_differentiable(leaves)
+        inputs: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
+        for place in self.argument_places:
+            leaf = leaves[place]
+            inputs.append(leaf._array() if isinstance(leaf, Tensor) else leaf)
+        captured = self.captured
+        for (kind, i), donated in zip(self.input_order, self.donated, strict=True):
+            if kind == "store":
+                array = captured[i].array
+                # 3: the storage's reference, the local one, getrefcount's argument; any more, and it is needed elsewhere
+                if donated and sys.getrefcount(array) > 3:
+                    array = jnp.copy(array)
+                inputs.append(array)
+            else:
+                inputs.append(self.hosts[i]())
+        outputs = self.compiled(*inputs)
+        random.count += self.draws
+        for target, at in self.writes:
+            if target.__class__ is Storage:
+                target.write(outputs[at])
+            else:
+                leaves[target]._write(outputs[at])
+        self._put(leaves, outputs)
+        results = [
+            r if r.__class__ is not _Result else outputs[r.index] if r.aval is None else make_tensor(outputs[r.index], r.aval)
+            for r in self.results
+        ]
+        return pytree.tree_unflatten(results, self.result_spec)
+
+    def _put(self, leaves: list[Any], outputs: Any) -> None:
+        for tensor, grad, at, _aval in self.grad_sets:
+            if grad is not None:
+                grad._store.write(outputs[at])
+            torch.Tensor.grad.__set__(tensor, grad)  # type: ignore[attr-defined]
+        for place, at, aval in self.argument_grads:
+            leaf = leaves[place]
+            grad = make_tensor(outputs[at], aval)
+            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        for reference, at in self.born:
+            store = reference()
+            if store is not None:
+                store.write(outputs[at])
+
+    def _run_differentiable(self, leaves: list[Any]) -> Any:
+        """A function whose results still want gradients: its backward is jax.vjp's, compiled too."""
+        random = self.environment.random
+        operands: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
+        operands += [leaves[place] for place in self.argument_places]
+        owner = {id(store): tensor for tensor, store, _ in self.tensors if tensor.__class__ is Tensor}
+        for kind, i in self.input_order:
+            if kind == "store":
+                store = self.captured[i]
+                operands.append(owner.get(id(store), store.array))
+            else:
+                operands.append(self.hosts[i]())
+        assert self.differentiable is not None
+        outputs = differentiable_call(self.differentiable, operands)
+        random.count += self.draws
+        with torch.no_grad():
+            for target, at in self.writes:
+                array = outputs[at]._array()
+                if target.__class__ is Storage:
+                    target.write(array)
+                else:
+                    leaves[target]._write(array)
+            self._put(leaves, [o._array() for o in outputs])
+        results = [
+            r if r.__class__ is not _Result else outputs[r.index].jax() if r.aval is None else outputs[r.index]
+            for r in self.results
+        ]
+        return pytree.tree_unflatten(results, self.result_spec)
+
+
+# -- keys ----------------------------------------------------------------------------------------
+
+
+def _torch_state() -> tuple[Any, ...]:
+    """What of torch's own state changes the meaning of a traced function."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _static(leaf: Any, name: str) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        if isinstance(leaf, np.ndarray):
+            raise TypeError(
+                f"jit({name}): a numpy array among the arguments; give a tensor (`torch.from_numpy(a).to('jax')`), which is "
+                "traced, or close over it, which fixes it."
+            ) from None
+        raise TypeError(
+            f"jit({name}): an argument of type {type(leaf).__name__} is neither a tensor nor hashable, so its changes could not "
+            "be noticed. Pass tensors, numbers, strings, or tuples, lists and dicts of them."
+        ) from None
+    return (leaf.__class__, leaf)
+
+
+_PARTS = (
+    "argument structure",
+    "environment",
+    "an override",
+    "grad mode",
+    "inference mode",
+    "autocast",
+    "default dtype",
+    "float32 matmul precision",
+)
+
+
+def _difference(old: Any, new: Any) -> str:
+    if old is None:
+        return "first call"
+    for i, (a, b) in enumerate(zip(old, new, strict=False)):
+        if a != b:
+            what = _PARTS[i] if i < len(_PARTS) else "an argument"
+            return f"{what} changed" + (f" from {a} to {b}" if what == "an argument" else "")
+    return "number of arguments changed" if len(old) != len(new) else "cache cleared"
+
+
+def _dense(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(torch.empty_like(tensor._aval.meta()).stride())
+

@@ -36,7 +36,7 @@ from torchax_core.tensor import Aval, Tensor, active, make_tensor
 from torchax_core.variants import Variant, op_name
 from torchax_core.view import ROOT, View, make_view
 
-__all__ = ["DataDependentKernel", "DirectKernel", "LoweringKernel", "ViewKernel", "WritingKernel", "arrays_of"]
+__all__ = ["CaseKernel", "DataDependentKernel", "DirectKernel", "LoweringKernel", "ViewKernel", "WritingKernel", "arrays_of"]
 
 # What the schema says of an argument, as far as a call needs to know.
 _TENSOR, _TENSORS, _SCALAR, _STATIC, _GENERATOR = "tensor", "tensors", "scalar", "static", "generator"
@@ -599,6 +599,24 @@ class DataDependentKernel(LoweringKernel):
                 "leave this line out of the jitted function."
             )
         return array
+
+
+class CaseKernel(LoweringKernel):
+    """A lowering some of whose calls depend on data, and run as such (see DataDependentCase)."""
+
+    def __init__(self, func: Any, definition: Definition) -> None:
+        super().__init__(func, definition)
+        case = definition.case
+        assert case is not None
+        self.when = case.when
+        self.exception = DataDependentKernel(
+            func, dataclasses.replace(definition, body=case.body, data_dependent=case.instead, case=None)
+        )
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        if self.when(*args, **(kwargs or {})):
+            return self.exception(args, kwargs)
+        return super().__call__(args, kwargs)
 
 
 class DirectKernel:

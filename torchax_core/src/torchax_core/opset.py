@@ -46,6 +46,20 @@ class Origin:
         return f"{self.pack} ({self.file}:{self.line})"
 
 
+@dataclasses.dataclass(frozen=True)
+class DataDependentCase:
+    """The calls of an op whose result shape depends on data, where most calls' does not (`x[mask]`, not `x[i]`).
+
+    when:    takes the op's arguments as torch passes them, and tells whether this call is one.
+    body:    as the lowering's, but run unjitted on concrete arrays.
+    instead: the bounded alternative to name in the error under jit.
+    """
+
+    when: Callable[..., bool]
+    body: Callable[..., Any]
+    instead: str
+
+
 @dataclasses.dataclass(eq=False)
 class Definition:
     """How one op runs: the body, and what the kernel must know to call it.
@@ -59,6 +73,8 @@ class Definition:
     positional:      `body` is a plain JAX function taking the arguments by position (rows of a table).
     composite_grad:  for a composite op kept whole: "vjp" (gradients by jax.vjp of the lowering) or "decompose" (when
                      gradients are recorded, let torch decompose the op; the lowering serves calls without).
+    whole:           a decomposition is traced and compiled as a whole; False: it runs call by call.
+    case:            which calls of this op depend on data, if only some do.
     """
 
     op: str
@@ -70,6 +86,8 @@ class Definition:
     data_dependent: str | None = None
     positional: bool = False
     composite_grad: Literal["vjp", "decompose"] = "vjp"
+    whole: bool = True
+    case: DataDependentCase | None = None
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -199,12 +217,29 @@ class OpSet:
         for op, body in rows.items():
             self._add(Definition(op, "lowering", body, origin, promote=promote, positional=True))
 
-    def decomposition(self, *ops: str) -> Callable[[F], F]:
-        """The op as torch code that calls other ops. Runs, traced and compiled as a whole, on torch tensors."""
+    def data_dependent_case(self, op: str, *, when: Callable[..., bool], instead: str) -> Callable[[F], F]:
+        """Another body for those calls of an op, defined above in this set, whose result shape depends on data.
+
+        See :class:`DataDependentCase`. Raises OpNameError if the set has no such op.
+        """
+        if op not in self._definitions:
+            raise OpNameError(f"{self.name}: data_dependent_case({op!r}) must follow the lowering of {op!r} in the same set.")
+
+        def register(body: F) -> F:
+            self._definitions[op].case = DataDependentCase(when, body, instead)
+            return body
+
+        return register
+
+    def decomposition(self, *ops: str, whole: bool = True) -> Callable[[F], F]:
+        """The op as torch code that calls other ops. Runs on torch tensors, traced and compiled as a whole.
+
+        With whole=False it runs call by call: for code that writes into its arguments though the schema does not say so.
+        """
 
         def register(body: F) -> F:
             for op in ops:
-                self._add(Definition(op, "decomposition", body, self._origin(body)))
+                self._add(Definition(op, "decomposition", body, self._origin(body), whole=whole))
             return body
 
         return register

@@ -44,6 +44,8 @@ class RandomState:
     def arguments(self, generator: Any) -> tuple[Any, Any]:
         """Key and count for one draw, as a kernel takes them."""
         if generator is not None:
+            if active.trace is not None:
+                return active.trace.host_input(lambda: _from_generator(generator, self.impl)), np.uint32(0)
             return _from_generator(generator, self.impl), np.uint32(0)
         if active.trace is not None:
             return active.trace.random_arguments(self)

@@ -17,6 +17,7 @@ from torchax_core import packs as _packs
 from torchax_core.config import Config
 from torchax_core.errors import DuplicateOpError, OperatorNotFound
 from torchax_core.kernel import (
+    CaseKernel,
     DataDependentKernel,
     DirectKernel,
     LoweringKernel,
@@ -203,9 +204,11 @@ def _make_kernel(func: Any, source: Source, variant: Variant | None) -> Any:
     if definition.data_dependent is not None:
         return DataDependentKernel(func, definition)
     if definition.kind == "decomposition" and (
-        torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable
+        not definition.whole or torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable
     ):
         return DirectKernel(func, definition.body, definition)
+    if definition.case is not None:
+        return CaseKernel(func, definition)
     return LoweringKernel(func, definition)
 
 

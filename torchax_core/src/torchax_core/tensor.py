@@ -179,6 +179,12 @@ class Tensor(torch.Tensor):
 
         become(self, value)
 
+    def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """torch's; a trace is told, since results of a function that ran its own backward want no gradients."""
+        if active.trace is not None:
+            active.trace.backward_ran = True
+        super().backward(*args, **kwargs)
+
     def item(self) -> Any:
         """The number in a tensor of one element. Raises DataDependentError under a trace."""
         self._python_value(".item()")

@@ -347,7 +347,7 @@ class _Call:
     def both(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """(result, arguments afterwards) of `fn` on CPU and on device "jax"; or what it raised."""
         __tracebackhide__ = True
-        results = []
+        results: list[Any] = []
         for device in ("cpu", DEVICE):
             own_args, own_kwargs = moved((args, kwargs), device)
             arguments = (own_args, own_kwargs)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax_core.tensor import Tensor, wrap_array
+from torchax_core.tensor import Tensor, active, wrap_array
 
 __all__ = ["DifferentiableProgram", "differentiable_call"]
 
@@ -107,6 +107,8 @@ class _Call(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         wrapped = tuple(program.wrap(i, r) for i, r in enumerate(results))
+        if active.trace is not None:
+            active.trace.note(wrapped)
         ctx.mark_non_differentiable(
             *[w for w, r in zip(wrapped, results, strict=True) if not _is_inexact(r)]
         )
@@ -151,6 +153,9 @@ def _second_order(ctx: Any, tensors: Any, cotangents: Any, inexact: list[int]) -
 
 def differentiable_call(program: DifferentiableProgram, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Run `program` on Tensors and arrays; the results carry gradients to every Tensor that requires them."""
+    trace = active.trace
+    if trace is not None:
+        trace.lift_all(operands)
     arrays = [o._array() if isinstance(o, Tensor) else o for o in operands]
     wanted = tuple(
         i for i, o in enumerate(operands) if isinstance(o, Tensor) and o.requires_grad and _is_inexact(arrays[i])
@@ -158,5 +163,8 @@ def differentiable_call(program: DifferentiableProgram, operands: Sequence[Any])
     if not torch.is_grad_enabled() or not wanted:
         with jax.enable_x64(True):
             results = program.fn(*arrays)
-        return tuple(program.wrap(i, r) for i, r in enumerate(results))
+        wrapped = tuple(program.wrap(i, r) for i, r in enumerate(results))
+        if trace is not None:
+            trace.note(wrapped)
+        return wrapped
     return _Call.apply(program, arrays, wanted, *[operands[i] for i in wanted])  # type: ignore[no-any-return]

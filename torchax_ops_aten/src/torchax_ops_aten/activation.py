@@ -1,7 +1,7 @@
 """Activations and their gradients: relu gelu silu elu softplus glu prelu ... and softmax in its variants.
 
-The gradients are ops of their own (`*_backward`), called by torch's autograd. Where a formula has a kink, both sides of it
-belong to the piece that torch's CPU kernels give it to.
+The gradients are ops of their own (`*_backward`), called by torch's autograd. Where a formula has a kink, the kink
+belongs to the piece that torch's CPU kernels give it to.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def rrelu_with_noise_functional(self, noise, lower=0.125, upper=1 / 3, training=
 
 @ops.lowering("aten::elu", promote=SAME)
 def elu(self, alpha=1, scale=1, input_scale=1):
-    """`scale * self` where positive, `scale * alpha * (exp(input_scale * self) - 1)` elsewhere (selu and celu are cases)."""
+    """`scale * self` where positive, `scale * alpha * (exp(input_scale * self) - 1)` elsewhere (selu: one case)."""
     return jnp.where(self > 0, scale * self, scale * alpha * jnp.expm1(self * input_scale))
 
 
@@ -362,7 +362,7 @@ def _log_softmax_backward_data(grad_output, output, dim, input_dtype):
 
 
 def _spread_mask(mask: jax.Array, shape: tuple[int, ...], mask_type: int | None) -> jax.Array:
-    """A mask of attention scores (batch, heads, queries, keys) from one of (queries, keys), type 0, or (batch, keys), 1."""
+    """A mask for (batch, heads, queries, keys) from one of (queries, keys), `mask_type` 0, or (batch, keys), 1."""
     if mask_type == 1 and mask.ndim == 2:
         mask = mask[:, None, None, :]
     return jnp.broadcast_to(mask.astype(bool), shape)

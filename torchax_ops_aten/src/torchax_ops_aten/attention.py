@@ -99,9 +99,13 @@ def _transform_bias_rescale_qkv(qkv, qkv_bias, num_heads):
 
 
 def _blocked(mask: jax.Array | None, mask_type: int | None, heads: int) -> jax.Array | None:
-    """A mask as `nn.MultiheadAttention` has it, True where attention is *not* allowed, broadcasting to (b, h, l, s)."""
+    """A mask as `nn.MultiheadAttention` has it, True where attention is *not* allowed, broadcasting to (b, h, l, s).
+
+    A number counts as True unless it is 0: `nn.TransformerEncoderLayer` makes its masks 0 and -inf.
+    """
     if mask is None:
         return None
+    mask = mask.astype(jnp.bool_)
     if mask_type == _PADDING_MASK and mask.ndim == 2:
         return mask[:, None, None, :]
     if mask_type == _SOURCE_MASK and mask.ndim == 3:
@@ -139,7 +143,7 @@ def _native_multi_head_attention(
     blocked = _blocked(mask, mask_type, num_head)
     if blocked is not None:
         logits = jnp.where(blocked, -jnp.inf, logits)
-    weights = _safe_softmax(logits)
+    weights = jax.nn.softmax(logits)  # NaN where a row is all masked, as torch's masked softmax
     context = _dot("bhls,bhse->blhe", weights.astype(v.dtype), v).reshape(batch, length, embed_dim)
     out = linear(context.astype(query.dtype), proj_weight, proj_bias)
     if not need_weights:

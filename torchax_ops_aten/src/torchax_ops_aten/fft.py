@@ -18,11 +18,11 @@ ops = OpSet("torchax_ops_aten.fft")
 _MOST_AXES = 3  # of one XLA transform
 
 
-def _scaled(x: jax.Array, lengths: Sequence[int], normalization: int) -> jax.Array:
+def _scaled(x: jax.Array, lengths: Sequence[int], normalization: int, *, forward: bool) -> jax.Array:
+    """XLA's result as torch scales it. XLA divides by n on the way back, and by nothing on the way there."""
     n = math.prod(lengths)
-    if normalization == 0 or n == 0:
-        return x
-    return x * jnp.asarray(1 / n if normalization == 2 else 1 / math.sqrt(n), x.real.dtype)
+    power = {0: 0.0, 1: -0.5, 2: -1.0}[normalization] + (0.0 if forward else 1.0)
+    return x if power == 0 or n == 0 else x * jnp.asarray(float(n) ** power, x.real.dtype)
 
 
 def _over_last(f: Callable[[jax.Array], jax.Array], x: jax.Array, dims: Sequence[int]) -> jax.Array:
@@ -32,23 +32,22 @@ def _over_last(f: Callable[[jax.Array], jax.Array], x: jax.Array, dims: Sequence
 
 
 def _complex_transform(x: jax.Array, dims: Sequence[int], forward: bool) -> jax.Array:
-    """Unscaled transform over `dims`, forward or backward, a few axes at a time."""
+    """XLA's transform over `dims`, a few axes at a time."""
+    if x.size == 0:
+        return x
     kind = lax.FftType.FFT if forward else lax.FftType.IFFT
     for start in range(0, len(dims), _MOST_AXES):
         axes = dims[start : start + _MOST_AXES]
-        lengths = [x.shape[axis] for axis in axes]
-        if x.size == 0:
-            continue
+        lengths = tuple(x.shape[axis] for axis in axes)
         x = _over_last(lambda a, lengths=lengths: lax.fft(a, kind, lengths), x, axes)
-        if not forward:  # XLA's inverse divides by n
-            x = x * math.prod(lengths)
     return x
 
 
 @ops.lowering("aten::_fft_c2c")
 def fft_c2c(self, dim, normalization, forward):
     """The transform of complex `self` over the dimensions `dim`: the same shape."""
-    return _scaled(_complex_transform(self, dim, forward), [self.shape[d] for d in dim], normalization)
+    lengths = [self.shape[d] for d in dim]
+    return _scaled(_complex_transform(self, dim, forward), lengths, normalization, forward=forward)
 
 
 @ops.lowering("aten::_fft_r2c")
@@ -61,22 +60,22 @@ def fft_r2c(self, dim, normalization, onesided):
     lengths = [self.shape[d] for d in dim]
     if not onesided:
         spectrum = _complex_transform(lax.complex(self, jnp.zeros_like(self)), dim, forward=True)
-        return _scaled(spectrum, lengths, normalization)
+        return _scaled(spectrum, lengths, normalization, forward=True)
     *others, last = dim
     n = self.shape[last]
     half = _over_last(lambda a: lax.fft(a, lax.FftType.RFFT, (n,)), self, [last])
-    return _scaled(_complex_transform(half, others, forward=True), lengths, normalization)
+    return _scaled(_complex_transform(half, others, forward=True), lengths, normalization, forward=True)
 
 
 @ops.lowering("aten::_fft_c2r")
 def fft_c2r(self, dim, normalization, last_dim_size):
     """The backward transform of the half spectrum `self` over `dim`, to a real result.
 
-    self:    (..., last_dim_size // 2 + 1, ...) at the last of `dim`; the imaginary parts that symmetry forbids are ignored.
+    self:    (..., last_dim_size // 2 + 1, ...) at the last of `dim`; imaginary parts that symmetry forbids are ignored.
     returns: (..., last_dim_size, ...).
     """
     *others, last = dim
     lengths = [self.shape[d] for d in others] + [last_dim_size]
     half = _complex_transform(self, others, forward=False)
     whole = _over_last(lambda a: lax.fft(a, lax.FftType.IRFFT, (last_dim_size,)), half, [last])
-    return _scaled(whole * last_dim_size, lengths, normalization)
+    return _scaled(whole, lengths, normalization, forward=False)

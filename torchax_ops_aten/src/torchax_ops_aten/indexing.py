@@ -17,13 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from torchax_core.errors import ShapeError
 from torchax_core.opset import OpSet
-from torchax_core.promotion import opmath
+from torchax_core.promotion import SAME, opmath
 
 ops = OpSet("torchax_ops_aten.indexing")
+
+# Scalars arrive as given (int64, float64, complex128): a fill value goes straight to the dtype of `self`.
+_AS_GIVEN = SAME.of("-")
 
 # Indices are wrapped by `_wrap`, and XLA's own treatment of those out of range (clamped reads, dropped writes) is what
 # this module promises: no mode of jax.numpy's has anything to add.
@@ -125,6 +129,15 @@ def index_tensor(self, indices):
     return self.at[_index_tuple(self, indices)].get(**_AS_IS)
 
 
+def _has_mask(self: Any, indices: Sequence[Any]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+@ops.data_dependent_case(
+    "aten::index.Tensor",
+    when=_has_mask,
+    instead="keep the shape with `torch.where(mask, x, fill)`, or bound it with `x[torch.nonzero_static(mask, size=n)[:, 0]]`",
+)
 def index_with_mask(self, indices):
     """`self[indices]` where some indices are bool (or uint8) masks, whose True elements are taken, in order.
 
@@ -250,7 +263,7 @@ def _values_length(self: jax.Array, indices: Sequence[Any], values: jax.Array, n
 # -- masks ----------------------------------------------------------------------------------------
 
 
-@ops.lowering("aten::masked_fill.Scalar", "aten::masked_fill.Tensor")
+@ops.lowering("aten::masked_fill.Scalar", "aten::masked_fill.Tensor", promote=_AS_GIVEN)
 def masked_fill(self, mask, value):
     """`value` (a scalar or a 0-d tensor) where `mask`, else `self`; `self` and `mask` broadcast."""
     return jnp.where(mask != 0, jnp.asarray(value).astype(self.dtype), self)
@@ -300,8 +313,8 @@ def nonzero(self):
 @ops.lowering("aten::nonzero_static")
 def nonzero_static(self, *, size, fill_value=-1):
     """The first `size` positions of elements that are not 0, padded with `fill_value`. returns: (size, n), int64."""
-    if self.ndim == 0:
-        return jnp.zeros((size, 0), jnp.int64)
+    if self.size == 0 or self.ndim == 0:  # of these jnp.nonzero knows no fill value, or no positions
+        return jnp.full((size, self.ndim), fill_value, jnp.int64)
     return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)
 
 
@@ -367,7 +380,7 @@ def scatter(self, dim, index, src):
     return _scatter(self, dim, index, src, _write_set)
 
 
-@ops.lowering("aten::scatter.value")
+@ops.lowering("aten::scatter.value", promote=_AS_GIVEN)
 def scatter_value(self, dim, index, value):
     """As :func:`scatter`, with the same value everywhere."""
     return _scatter(self, dim, index, jnp.asarray(value).astype(self.dtype), _write_set)
@@ -385,7 +398,7 @@ def scatter_with_reduce(self, dim, index, src, *, reduce):
     return scatter_reduce(self, dim, index, src, {"add": "sum", "multiply": "prod"}[reduce])
 
 
-@ops.lowering("aten::scatter.value_reduce")
+@ops.lowering("aten::scatter.value_reduce", promote=_AS_GIVEN)
 def scatter_value_reduce(self, dim, index, value, *, reduce):
     """`reduce` is "add" or "multiply"."""
     return scatter_with_reduce(self, dim, index, jnp.asarray(value).astype(self.dtype), reduce=reduce)
@@ -424,14 +437,18 @@ def index_select(self, dim, index):
     return self.at[at].get(**_AS_IS)
 
 
-@ops.lowering("aten::index_add")
+@ops.lowering("aten::index_add", promote=_AS_GIVEN)
 def index_add(self, dim, index, source, *, alpha=1):
     """`self` with `alpha * source` added to its slices along `dim` at `index`.
 
     index: () or (k,); source: the shape of `self` with k in `dim` (0-d ones count as 1-d).
     """
     out, at, source = _slices(self, dim, index, source)
-    source = source & (alpha != 0) if self.dtype == jnp.bool_ else opmath(source) * alpha
+    if self.dtype == jnp.bool_:
+        source = source & (alpha != 0)
+    else:
+        source = opmath(source)
+        source = source * jnp.asarray(alpha).astype(source.dtype)
     return _add(out, at, source).reshape(self.shape)
 
 
@@ -442,7 +459,7 @@ def index_copy(self, dim, index, source):
     return out.at[at].set(source, **_AS_IS).reshape(self.shape)
 
 
-@ops.lowering("aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor")
+@ops.lowering("aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor", promote=_AS_GIVEN)
 def index_fill(self, dim, index, value):
     """`self` with its slices along `dim` at `index` filled with `value`, a scalar or a 0-d tensor."""
     out, at, _ = _slices(self, dim, index, None)

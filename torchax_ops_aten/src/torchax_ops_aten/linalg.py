@@ -471,7 +471,7 @@ _PADE = {
 
 @ops.lowering("aten::linalg_matrix_exp")
 def linalg_matrix_exp(self):
-    """The matrix exponential of (..., n, n): a Padé approximant at `self / 2**s`, squared s times; s as small as works."""
+    """The matrix exponential of (..., n, n): a Padé approximant at `self / 2**s`, squared s times, s being small."""
     a = opmath(self)
     if a.size == 0:
         return a

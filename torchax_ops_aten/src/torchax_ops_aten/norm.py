@@ -75,7 +75,7 @@ def native_batch_norm_stats(input, weight, bias, running_mean, running_var, trai
     return out, save_mean, save_invstd, new_mean, new_var
 
 
-@ops.decomposition("aten::native_batch_norm")
+@ops.decomposition("aten::native_batch_norm", whole=False)
 def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):
     """What `F.batch_norm` arrives as. It writes the running statistics though its schema does not say so, hence torch
     code: the op called here says so, and the core derives the write."""

@@ -1,8 +1,8 @@
 """What an optimizer step is made of: `_foreach_*` ops over lists of tensors, whole fused steps, and loss scaling.
 
 torch's own fallback for these is a Python-like loop over single ops; here each call is one program over the whole list.
-The `_foreach_*` ops come from tables of elementwise functions: `_foreach_f(xs, ys)` is `[f(x, y) for x, y in zip(xs, ys)]`,
-and dtypes are promoted pair by pair, so the elements of one list may differ in shape and dtype.
+The `_foreach_*` ops come from tables of elementwise functions: `_foreach_f(xs, ys)` is `[f(x, y) for x, y in
+zip(xs, ys)]`. Dtypes are promoted pair by pair, so the elements of one list may differ in shape and dtype.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch._prims_common import elementwise_dtypes
+
 from torchax_core.dtypes import jax_dtype, torch_dtype
 from torchax_core.opset import OpSet
 from torchax_core.promotion import COMPLEX_TO_FLOAT, INT_TO_FLOAT, SAME, Promotion, opmath
@@ -25,8 +26,8 @@ from torchax_ops_aten.copying import cast
 ops = OpSet("torchax_ops_aten.optim")
 
 _AS_GIVEN = SAME.of("-")
-"""A rule for no argument at all: Scalars arrive as wide as Python's numbers (int64, float64), so that an int does not lift
-int tensors to float, and 1 - beta2 keeps its digits."""
+"""A rule for no argument at all: Scalars arrive as wide as Python's numbers (int64, float64), so that an int does not
+lift int tensors to float, and 1 - beta2 keeps its digits."""
 
 Elementwise = Callable[..., jax.Array]
 Scalar = jax.Array | bool | int | float | complex
@@ -142,7 +143,7 @@ BINARY: dict[str, tuple[Promotion, Elementwise]] = {
     "maximum": (SAME, jnp.maximum),
     "minimum": (SAME, jnp.minimum),
 }
-"""`aten::_foreach_<name>` with a second operand: `.List` one each, `.Scalar` and `.Tensor` one for all, `.ScalarList`."""
+"""`aten::_foreach_<name>` with a second operand: `.List`, `.ScalarList` one each; `.Scalar`, `.Tensor` one for all."""
 
 WITH_ALPHA = ("add", "sub")
 """The binary ops whose tensor overloads scale the second operand by `alpha` first."""
@@ -419,7 +420,7 @@ def _adam(decoupled: bool) -> Callable[..., tuple[Any, ...]]:
     ):
         """One step of Adam over all parameters; of AdamW, if the weight decay is `decoupled` from the gradient.
 
-        All lists: one tensor a parameter; `max_exp_avg_sqs` may be empty unless `amsgrad`. `state_steps` counts this step.
+        All lists: one tensor a parameter; `max_exp_avg_sqs` may be empty unless `amsgrad`, `state_steps` count it.
         returns:   the updated parameters, gradients (divided by `grad_scale`), and three moments.
         source:    https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html
         """

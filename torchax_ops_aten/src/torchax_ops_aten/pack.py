@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
 from torchax_core import OpSet, hookimpl
 
@@ -42,6 +41,4 @@ FAMILIES = (
 @hookimpl
 def torchax_op_sets() -> list[OpSet]:
     """Every family module's `ops`."""
-    names = [f"torchax_ops_aten.{family}" for family in FAMILIES]
-    # TEMPORARY while families are being written: those that do not exist yet are left out
-    return [importlib.import_module(name).ops for name in names if importlib.util.find_spec(name) is not None]
+    return [importlib.import_module(f"torchax_ops_aten.{family}").ops for family in FAMILIES]

@@ -196,7 +196,7 @@ def pow_scalar(self, exponent):
 
 
 def _exact_logarithm(base: int) -> Callable[[jax.Array], jax.Array]:
-    """The logarithm to `base`, exact at the powers of `base`: the quotient of two logarithms is not (log10(1e9) < 9)."""
+    """The logarithm to `base`, exact at its powers. The quotient of two logarithms is not: log10(1e9) < 9."""
 
     def log(x: jax.Array) -> jax.Array:
         quotient = lax.log(x) * (1 / math.log(base))
@@ -338,7 +338,7 @@ ops.table(
 
 @ops.lowering("aten::round.decimals", promote=SAME)
 def round_decimals(self, *, decimals):
-    """`self` rounded to `decimals` digits after the point, a negative number of them counting to the left; ties to even."""
+    """`self` rounded to `decimals` digits after the point (before it if negative); ties to even."""
     if _is_whole(self):
         return self
     scale = 10.0 ** abs(decimals)

@@ -230,7 +230,10 @@ def bernoulli(self, *, key):
 @ops.lowering("aten::bernoulli.p", "aten::bernoulli.Tensor")
 def bernoulli_p(self, p=0.5, *, key):
     """0 or 1 in the shape and dtype of `self`, 1 with probability `p` in [0, 1], which broadcasts to `self`."""
-    return jax.random.bernoulli(key, opmath(jnp.asarray(p)), self.shape).astype(self.dtype)
+    p = opmath(jnp.asarray(p))
+    # A probability in float64 is worth the wider draw only to a float64 tensor.
+    p = p if self.dtype == jnp.float64 else p.astype(jnp.float32)
+    return jax.random.bernoulli(key, p, self.shape).astype(self.dtype)
 
 
 @ops.lowering("aten::multinomial")

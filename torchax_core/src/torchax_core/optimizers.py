@@ -1,0 +1,118 @@
+"""torch.optim inside a trace, unmodified: what the host would compute anew at every step becomes an input of the program.
+
+While a function is traced, hooks around every `optimizer.step()`
+- create lazily made state (exp_avg, ...) before the trace looks at it, so that the first program is also the last;
+- move host-side step counts onto the device, in float64, the precision Python would have computed their powers in;
+- let `lr` be read from the param group before each call: a schedule does not recompile;
+- guard the other settings of the param groups: changing one does.
+
+Source: https://docs.pytorch.org/docs/stable/optim.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torchax_core.convert import scalar_array
+from torchax_core.tensor import Tensor, active, wrap_array
+
+__all__ = ["tracing_optimizers"]
+
+
+@contextlib.contextmanager
+def tracing_optimizers() -> Iterator[None]:
+    """Watch optimizer steps and `zero_grad` while a trace is under way."""
+    zero_grad, module_zero_grad = Optimizer.zero_grad, torch.nn.Module.zero_grad
+
+    def optimizer_zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        _note_reset([p for group in self.param_groups for p in group["params"]], set_to_none)
+        return zero_grad(self, set_to_none)
+
+    def whole_module_zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        _note_reset(list(self.parameters()), set_to_none)
+        return module_zero_grad(self, set_to_none)
+
+    handles = [register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)]
+    Optimizer.zero_grad = optimizer_zero_grad  # type: ignore[method-assign]
+    torch.nn.Module.zero_grad = whole_module_zero_grad  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.zero_grad, torch.nn.Module.zero_grad = zero_grad, module_zero_grad  # type: ignore[method-assign]
+        for handle in handles:
+            handle.remove()
+
+
+def _note_reset(parameters: list[torch.Tensor], set_to_none: bool) -> None:
+    """`zero_grad(set_to_none=True)` before anything was accumulated: the program does not depend on `.grad` being there."""
+    trace = active.trace
+    if trace is None or not set_to_none:
+        return
+    for parameter in parameters:
+        if isinstance(parameter, Tensor) and not trace.grad_was_used(parameter):
+            trace.reset_grads.add(id(parameter))
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    trace = active.trace
+    if trace is None or not _is_ours(optimizer):
+        return
+    _make_state(optimizer, trace)
+    for number, group in enumerate(optimizer.param_groups):
+        _guard_settings(trace, optimizer, number, group)
+        lr = group.get("lr")
+        if isinstance(lr, (int, float)):
+            group["lr"] = wrap_array(trace.host_input(lambda g=group: scalar_array(float(g["lr"]))))
+            trace.note(group["lr"])
+            optimizer.__dict__.setdefault("_torchax_lrs", []).append((group, lr))
+    # torch.optim reads a step count's value with `.item()` unless torch says it is compiling
+    optimizer.__dict__["_torchax_compiling"] = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    trace.cleanups.append(lambda: _after(optimizer, (), {}))
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    state = optimizer.__dict__
+    if "_torchax_compiling" in state:
+        torch.compiler._is_compiling_flag = state.pop("_torchax_compiling")
+    for group, lr in state.pop("_torchax_lrs", ()):
+        group["lr"] = lr
+
+
+def _is_ours(optimizer: Optimizer) -> bool:
+    return any(isinstance(p, Tensor) for group in optimizer.param_groups for p in group["params"])
+
+
+def _make_state(optimizer: Optimizer, trace: Any) -> None:
+    init = getattr(optimizer, "_init_group", None)
+    with trace.suspended():
+        if init is not None:
+            parameters = list(inspect.signature(init).parameters)[1:]
+            for group in optimizer.param_groups:
+                missing = any(p.grad is not None and not optimizer.state.get(p) for p in group["params"])
+                if missing:
+                    init(group, *[[] for _ in parameters])
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, Tensor):
+                continue
+            for name, value in list(state.items()):
+                if isinstance(value, torch.Tensor) and not isinstance(value, Tensor):
+                    wide = value.double() if name == "step" and value.is_floating_point() else value
+                    state[name] = wide.to("jax")
+
+
+def _guard_settings(trace: Any, optimizer: Optimizer, number: int, group: dict[str, Any]) -> None:
+    def settings() -> tuple[Any, ...]:
+        values: list[Any] = [len(group["params"])]
+        values += [v for k, v in group.items() if k not in ("params", "lr", "initial_lr") and not isinstance(v, torch.Tensor)]
+        values.append(len(optimizer.state))
+        return tuple(values)
+
+    name = f"settings of {type(optimizer).__name__}.param_groups[{number}]"
+    trace.guards.append((name, settings, settings()))

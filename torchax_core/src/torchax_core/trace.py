@@ -1,0 +1,222 @@
+"""One tracing of imperative torch code into a jaxpr: which storages it met, which it wrote, what it made and left alive.
+
+A storage met for the first time is *lifted*: a placeholder primitive is bound in its place, at the level of the trace
+itself however deep inside a scan or vjp the code is, and the finished jaxpr has those placeholders turned into inputs. So
+no weight is ever a constant of the program, and two tensors over one storage stay one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import numpy as np
+import torch
+
+from torchax_core.convert import is_traced
+from torchax_core.random import RandomState
+from torchax_core.tensor import Storage, Tensor, active
+
+__all__ = ["Lifted", "Trace", "promote_placeholders"]
+
+_placeholder_p = jec.Primitive("torchax_state")
+
+
+@_placeholder_p.def_abstract_eval
+def _placeholder_aval(*, index: int, aval: Any) -> Any:
+    return aval
+
+
+class Lifted:
+    """A storage that the traced code met: what it held before, and the tracer that stands for it."""
+
+    __slots__ = ("array", "store", "tracer", "version")
+
+    def __init__(self, store: Storage, tracer: Any) -> None:
+        self.store = store
+        self.tracer = tracer
+        self.array = store.array
+        self.version = store.version
+
+    @property
+    def written(self) -> bool:
+        return self.store.array is not self.tracer
+
+
+class _TracingKernels:
+    """The look-up from op to kernel while tracing: every call lifts its arguments first and notes its results."""
+
+    def __init__(self, trace: Trace, environment: Any) -> None:
+        self.trace = trace
+        self.environment = environment
+
+    def get(self, func: Any) -> Any:
+        environment = self.environment
+        kernel = environment._kernels.get(func)
+        if kernel is None:
+            kernel = environment._kernel(func)
+        return functools.partial(self._call, kernel)
+
+    def _call(self, kernel: Any, args: Any, kwargs: Any) -> Any:
+        self.trace.lift_all(args)
+        if kwargs:
+            self.trace.lift_all(kwargs.values())
+        result = kernel(args, kwargs)
+        self.trace.note(result)
+        return result
+
+
+class Trace:
+    """The state of one tracing; `active.trace` while it lasts."""
+
+    def __init__(self, environment: Any, key: Any, count: Any) -> None:
+        self.environment = environment
+        self.lifted: dict[int, Lifted] = {}
+        self.tensors: dict[int, tuple[Tensor, Storage]] = {}
+        self.grads: dict[int, tuple[Tensor, Any]] = {}
+        self.reset_grads: set[int] = set()
+        self.modules: dict[int, torch.nn.Module] = {}
+        self.host_inputs: list[tuple[Callable[[], Any], Any]] = []
+        self.guards: list[tuple[str, Callable[[], Any], Any]] = []
+        self.cleanups: list[Callable[[], None]] = []
+        self.backward_ran = False
+        self.draws = 0
+        self.bound: dict[int, int] = {}
+        self.arguments: dict[int, tuple[Storage, Any, int]] = {}
+        self._key, self._count = key, count
+        self._born: list[weakref.ref[Storage]] = []
+        self._born_ids: set[int] = set()
+        with jec.take_current_trace() as outer:
+            self._outer = outer
+
+    def kernels(self, environment: Any) -> _TracingKernels:
+        """The look-up that replaces the environment's while tracing."""
+        return _TracingKernels(self, environment)
+
+    # -- what the code meets ---------------------------------------------------------------------
+
+    def lift_all(self, values: Any) -> None:
+        """Lift every Tensor in nested lists of arguments."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self.lift(value)
+            elif value.__class__ is list or value.__class__ is tuple:
+                self.lift_all(value)
+
+    def lift(self, tensor: Tensor) -> None:
+        """Make the tensor's storage an input of the program, if it is not one yet and was not made inside."""
+        store = tensor._store
+        if id(tensor) not in self.tensors:
+            self.tensors[id(tensor)] = (tensor, store)
+            if tensor.requires_grad and tensor.is_leaf:
+                self.grads[id(tensor)] = (tensor, torch.Tensor.grad.__get__(tensor))  # type: ignore[attr-defined]
+        if id(store) in self.lifted or is_traced(store.array):
+            return
+        if id(store) in self._born_ids:
+            return  # made inside, out of concrete values: a constant
+        entry = Lifted(store, self._placeholder(jax.typeof(store.array)))
+        self.lifted[id(store)] = entry
+        store.write(entry.tracer)
+
+    def host_input(self, read: Callable[[], Any]) -> Any:
+        """A traced array for a value read from the host (a learning rate, a generator's draw) before every call."""
+        value = read()
+        tracer = self._placeholder(jax.typeof(value))
+        self.host_inputs.append((read, tracer))
+        return tracer
+
+    def _placeholder(self, aval: Any) -> Any:
+        index = len(self.bound)
+        with jec.set_current_trace(self._outer):
+            tracer = _placeholder_p.bind(index=index, aval=aval)
+        self.bound[id(tracer)] = index
+        return tracer
+
+    def note(self, result: Any) -> None:
+        """Remember storages made inside, by weak reference: those alive at the end are results of the program."""
+        if isinstance(result, Tensor):
+            store = result._store
+            key = id(store)
+            if key not in self._born_ids and key not in self.lifted:
+                self._born_ids.add(key)
+                self._born.append(weakref.ref(store, lambda _: self._born_ids.discard(key)))
+        elif result.__class__ is list or result.__class__ is tuple:
+            for item in result:
+                self.note(item)
+
+    def random_arguments(self, state: RandomState) -> tuple[Any, Any]:
+        """Key and count for one draw: the program's inputs, and the number of draws before this one."""
+        if state is not self.environment.random:
+            count = state.count
+            state.count += 1
+            return state.key, np.uint32(count)
+        draw = self.draws
+        self.draws += 1
+        return self._key, self._count + np.uint32(draw)
+
+    def survivors(self) -> list[Storage]:
+        """Storages made inside that are still alive, with values the program computes."""
+        found = [reference() for reference in self._born]
+        return [store for store in found if store is not None and is_traced(store.array)]
+
+    # -- leaving and coming back -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Run ordinary eager code in the middle of the trace, on the values from before it."""
+        held = [(entry.store, entry.store.array, entry.store.version) for entry in self.lifted.values()]
+        kernels = active.kernels
+        for entry in self.lifted.values():
+            entry.store.array, entry.store.version = entry.array, entry.version
+        active.trace, active.kernels = None, self.environment._kernels
+        try:
+            with jec.take_current_trace():
+                yield
+        finally:
+            active.trace, active.kernels = self, kernels
+            for store, array, version in held:
+                store.array, store.version = array, version
+
+    def restore(self) -> None:
+        """Put back every lifted storage as it was."""
+        for entry in self.lifted.values():
+            entry.store.array = entry.array
+            entry.store.version = entry.version
+
+    def restore_arguments(self) -> None:
+        """Put back the storages of arguments, which held tracers of the program's inputs."""
+        for store, array, version in self.arguments.values():
+            store.array = array
+            store.version = version
+
+    def grad_was_used(self, tensor: Tensor) -> bool:
+        """Whether a gradient was accumulated into `tensor.grad`, or it was read, before now."""
+        known = self.grads.get(id(tensor))
+        return known is not None and torch.Tensor.grad.__get__(tensor) is not known[1]  # type: ignore[attr-defined]
+
+    def restore_grads(self) -> None:
+        """After a failed trace: put back `.grad` as it was."""
+        for tensor, grad in self.grads.values():
+            torch.Tensor.grad.__set__(tensor, grad)  # type: ignore[attr-defined]
+
+
+def promote_placeholders(closed: Any, extra: list[Any]) -> Any:
+    """The jaxpr with its placeholders turned into inputs, after its own, in the order they were bound.
+
+    extra: unused; kept in step with the number of placeholders for the check that none is lost.
+    """
+    jaxpr = closed.jaxpr
+    placeholders = [e for e in jaxpr.eqns if e.primitive is _placeholder_p]
+    placeholders.sort(key=lambda e: e.params["index"])
+    if len(placeholders) != len(extra):
+        raise RuntimeError(f"{len(extra)} state inputs were lifted, but the jaxpr holds {len(placeholders)}.")
+    new = jaxpr.replace(
+        invars=[*jaxpr.invars, *[e.outvars[0] for e in placeholders]],
+        eqns=[e for e in jaxpr.eqns if e.primitive is not _placeholder_p],
+    )
+    return jec.ClosedJaxpr(new, closed.consts)

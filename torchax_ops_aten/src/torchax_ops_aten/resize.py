@@ -1,0 +1,408 @@
+"""Resizing and resampling: upsample_* in all modes, antialiased or not, and grid_sampler, with their backwards.
+
+Resizing is separable: each spatial dim is a gather of a few taps, weighted and summed. Taps and weights depend on sizes
+alone and are computed by NumPy when an op is traced. Its gradients are the transposes of the forwards.
+`pixel_shuffle`, `channel_shuffle` and `affine_grid_generator` are left to torch's decompositions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from torchax_core.opset import OpSet
+from torchax_core.promotion import opmath
+
+ops = OpSet("torchax_ops_aten.resize")
+
+_SCALES = ("scales_d", "scales_h", "scales_w", "scales")
+
+Taps = tuple[np.ndarray, np.ndarray | None]
+"""Positions (out, taps) and weights (out, taps), or None for one tap of weight 1."""
+
+
+def _scales_of(scales: Mapping[str, float | None], ndim: int) -> tuple[float | None, ...]:
+    """The scale factor the caller gave for each spatial dim, or None: `scales` in one dim, `scales_d/h/w` in more."""
+    names = ("scales",) if ndim == 1 else ("scales_d", "scales_h", "scales_w")[-ndim:]
+    return tuple(scales.get(name) for name in names)
+
+
+def _source_scale(size: int, out: int, scale: float | None, align_corners: bool, dtype: np.dtype) -> np.floating:
+    """How far apart in the input two neighbours in the output are.
+
+    source: area_pixel_compute_scale in aten/src/ATen/native/UpSample.h. A scale factor, where given, goes before the
+            quotient of the sizes, which it need not equal.
+    """
+    if align_corners:
+        return dtype.type(size - 1) / dtype.type(out - 1) if out > 1 else dtype.type(0)
+    return dtype.type(1 / scale) if scale is not None and scale > 0 else dtype.type(size) / dtype.type(out)
+
+
+# -- taps of each mode -------------------------------------------------------------------------------
+
+
+def _nearest_taps(size: int, out: int, scale: float | None, dtype: np.dtype, *, exact: bool) -> Taps:
+    """The element under the left edge of each output, or, `exact`, under its centre. float32 whatever the input's type."""
+    step = _source_scale(size, out, scale, False, np.dtype(np.float32))
+    position = np.arange(out, dtype=np.float32) + np.float32(0.5 if exact else 0)
+    return np.minimum(np.floor(position * step).astype(np.int64), size - 1)[:, None], None
+
+
+def _linear_taps(size: int, out: int, scale: float | None, dtype: np.dtype, *, align_corners: bool) -> Taps:
+    """The two neighbours of each output's centre, by how near they are."""
+    step = _source_scale(size, out, scale, align_corners, dtype)
+    position = np.arange(out, dtype=dtype)
+    half = dtype.type(0.5)
+    source = position * step if align_corners else np.maximum((position + half) * step - half, 0)
+    low = np.minimum(source.astype(np.int64), size - 1)
+    high = np.minimum(low + 1, size - 1)
+    weight = np.clip(source - low, 0, 1).astype(dtype)
+    return np.stack([low, high], 1), np.stack([1 - weight, weight], 1)
+
+
+def _cubic(distance, a: float):
+    """Keys' cubic convolution kernel; 0 from a distance of 2. Array library by its argument."""
+    xp = np if isinstance(distance, np.ndarray) else jnp
+    x = xp.abs(distance)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * a
+    return xp.where(x <= 1, near, xp.where(x < 2, far, 0))
+
+
+def _cubic_taps(size: int, out: int, scale: float | None, dtype: np.dtype, *, align_corners: bool) -> Taps:
+    """The four neighbours of each output's centre; those outside repeat the edge."""
+    step = _source_scale(size, out, scale, align_corners, dtype)
+    position = np.arange(out, dtype=dtype)
+    half = dtype.type(0.5)
+    source = position * step if align_corners else (position + half) * step - half
+    low = np.floor(source)
+    offsets = np.arange(-1, 3)
+    weights = _cubic((source - low)[:, None] - offsets.astype(dtype), -0.75)
+    return np.clip(low.astype(np.int64)[:, None] + offsets, 0, size - 1), weights.astype(dtype)
+
+
+def _triangle(x: np.ndarray) -> np.ndarray:
+    return np.maximum(1 - np.abs(x), 0)
+
+
+def _lanczos3(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0)
+
+
+def _antialiased_taps(
+    size: int,
+    out: int,
+    scale: float | None,
+    dtype: np.dtype,
+    *,
+    align_corners: bool,
+    kernel: Callable[[np.ndarray], np.ndarray],
+    reach: int,
+) -> Taps:
+    """As many neighbours as the kernel spans once widened to the output's step, weights brought to a sum of 1.
+
+    source: HelperInterpBase::_compute_indices_min_size_weights_aa, aten/src/ATen/native/cpu/UpSampleKernel.cpp, after
+            Pillow. `reach` is half the kernel's width.
+    """
+    step = _source_scale(size, out, scale, align_corners, dtype)
+    support = reach * max(float(step), 1.0)
+    inverse = 1 / max(float(step), 1.0)
+    center = float(step) * (np.arange(out) + 0.5)
+    start = np.maximum((center - support + 0.5).astype(np.int64), 0)
+    stop = np.minimum((center + support + 0.5).astype(np.int64), size)
+    positions = start[:, None] + np.arange(math.ceil(support) * 2 + 1)
+    weights = kernel((positions - center[:, None] + 0.5) * inverse)
+    weights = np.where(positions < stop[:, None], weights, 0)
+    total = weights.sum(1, keepdims=True)
+    weights = np.divide(weights, total, out=weights, where=total != 0)
+    return np.minimum(positions, size - 1), weights.astype(dtype)
+
+
+# -- resampling by taps ------------------------------------------------------------------------------
+
+
+def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float | None], taps) -> jax.Array:
+    """`self` (n, c, *spatial) resampled to (n, c, *output_size), the last dim first, as torch does.
+
+    Integers (uint8 images) are rounded after each dim, halves up, as torch's integer kernels do.
+    """
+    x = opmath(self)
+    integer = not jnp.issubdtype(x.dtype, jnp.inexact)
+    dtype = np.dtype(np.float32 if integer else x.real.dtype)
+    ndim = len(output_size)
+    for place in reversed(range(ndim)):
+        axis = 2 + place
+        positions, weights = taps(x.shape[axis], output_size[place], scales[place], dtype)
+        if weights is None:
+            x = jnp.take(x, positions[:, 0], axis=axis)
+            continue
+        windows = jnp.take(x, positions, axis=axis)
+        weights = weights.reshape(*weights.shape, *(1,) * (ndim - place - 1))
+        # A weight of 0 takes nothing: an inf or NaN beside a window stays outside.
+        x = jnp.where(weights != 0, windows * weights, 0).sum(axis + 1)
+        if integer:
+            limits = jnp.iinfo(self.dtype)
+            x = jnp.clip(jnp.floor(x + 0.5), limits.min, limits.max)
+    return x
+
+
+def _resize_backward(
+    grad_output: jax.Array, input_size: Sequence[int], scales: Sequence[float | None], taps
+) -> jax.Array:
+    """The transpose of `_resize`."""
+    grad = opmath(grad_output)
+    forward = lambda x: _resize(x, grad.shape[2:], scales, taps)  # noqa: E731
+    return jax.linear_transpose(forward, jax.ShapeDtypeStruct(tuple(input_size), grad.dtype))(grad)[0]
+
+
+def _nearest(exact: bool):
+    return lambda *args: _nearest_taps(*args, exact=exact)
+
+
+def _linear(align_corners: bool):
+    return lambda *args: _linear_taps(*args, align_corners=align_corners)
+
+
+def _bicubic(align_corners: bool):
+    return lambda *args: _cubic_taps(*args, align_corners=align_corners)
+
+
+def _antialiased(kernel: Callable[[np.ndarray], np.ndarray], reach: int, align_corners: bool):
+    return lambda *args: _antialiased_taps(*args, align_corners=align_corners, kernel=kernel, reach=reach)
+
+
+def _cubic_aa(x: np.ndarray) -> np.ndarray:
+    """The cubic kernel with the parameter that Pillow has, and torch only when it antialiases."""
+    return _cubic(x, -0.5)
+
+
+@ops.lowering("aten::upsample_nearest1d", "aten::upsample_nearest2d", "aten::upsample_nearest3d", static=_SCALES)
+def upsample_nearest(self, output_size, **scales):
+    """(n, c, *spatial) -> (n, c, *output_size): the element under each output's left edge."""
+    return _resize(self, output_size, _scales_of(scales, len(output_size)), _nearest(exact=False))
+
+
+@ops.lowering(
+    "aten::upsample_nearest1d_backward",
+    "aten::upsample_nearest2d_backward",
+    "aten::upsample_nearest3d_backward",
+    static=_SCALES,
+)
+def upsample_nearest_backward(grad_output, output_size, input_size, **scales):
+    """The gradient of `upsample_nearest`, (n, c, *spatial) = `input_size`."""
+    return _resize_backward(grad_output, input_size, _scales_of(scales, len(output_size)), _nearest(exact=False))
+
+
+@ops.lowering(
+    "aten::_upsample_nearest_exact1d",
+    "aten::_upsample_nearest_exact2d",
+    "aten::_upsample_nearest_exact3d",
+    static=_SCALES,
+)
+def _upsample_nearest_exact(self, output_size, **scales):
+    """(n, c, *spatial) -> (n, c, *output_size): the element under each output's centre."""
+    return _resize(self, output_size, _scales_of(scales, len(output_size)), _nearest(exact=True))
+
+
+@ops.lowering(
+    "aten::_upsample_nearest_exact1d_backward",
+    "aten::_upsample_nearest_exact2d_backward",
+    "aten::_upsample_nearest_exact3d_backward",
+    static=_SCALES,
+)
+def _upsample_nearest_exact_backward(grad_output, output_size, input_size, **scales):
+    """The gradient of `_upsample_nearest_exact`, (n, c, *spatial) = `input_size`."""
+    return _resize_backward(grad_output, input_size, _scales_of(scales, len(output_size)), _nearest(exact=True))
+
+
+@ops.lowering("aten::upsample_linear1d", "aten::upsample_bilinear2d", "aten::upsample_trilinear3d", static=_SCALES)
+def upsample_linear(self, output_size, align_corners, **scales):
+    """(n, c, *spatial) -> (n, c, *output_size), linear between the two neighbours in each dim."""
+    return _resize(self, output_size, _scales_of(scales, len(output_size)), _linear(align_corners))
+
+
+@ops.lowering(
+    "aten::upsample_linear1d_backward",
+    "aten::upsample_bilinear2d_backward",
+    "aten::upsample_trilinear3d_backward",
+    static=_SCALES,
+)
+def upsample_linear_backward(grad_output, output_size, input_size, align_corners, **scales):
+    """The gradient of `upsample_linear`, (n, c, *spatial) = `input_size`."""
+    return _resize_backward(grad_output, input_size, _scales_of(scales, len(output_size)), _linear(align_corners))
+
+
+@ops.lowering("aten::upsample_bicubic2d", static=_SCALES)
+def upsample_bicubic2d(self, output_size, align_corners, **scales):
+    """(n, c, h, w) -> (n, c, *output_size), by cubic convolution of the four neighbours in each dim."""
+    return _resize(self, output_size, _scales_of(scales, 2), _bicubic(align_corners))
+
+
+@ops.lowering("aten::upsample_bicubic2d_backward", static=_SCALES)
+def upsample_bicubic2d_backward(grad_output, output_size, input_size, align_corners, **scales):
+    """The gradient of `upsample_bicubic2d`, (n, c, h, w) = `input_size`."""
+    return _resize_backward(grad_output, input_size, _scales_of(scales, 2), _bicubic(align_corners))
+
+
+@ops.lowering("aten::_upsample_bilinear2d_aa", static=_SCALES)
+def _upsample_bilinear2d_aa(self, output_size, align_corners, **scales):
+    """(n, c, h, w) -> (n, c, *output_size): a triangle kernel as wide as each output, so that shrinking averages."""
+    return _resize(self, output_size, _scales_of(scales, 2), _antialiased(_triangle, 1, align_corners))
+
+
+@ops.lowering("aten::_upsample_bilinear2d_aa_backward", static=_SCALES)
+def _upsample_bilinear2d_aa_backward(grad_output, output_size, input_size, align_corners, **scales):
+    """The gradient of `_upsample_bilinear2d_aa`, (n, c, h, w) = `input_size`."""
+    taps = _antialiased(_triangle, 1, align_corners)
+    return _resize_backward(grad_output, input_size, _scales_of(scales, 2), taps)
+
+
+@ops.lowering("aten::_upsample_bicubic2d_aa", static=_SCALES)
+def _upsample_bicubic2d_aa(self, output_size, align_corners, **scales):
+    """(n, c, h, w) -> (n, c, *output_size): a cubic kernel as wide as each output, so that shrinking averages."""
+    return _resize(self, output_size, _scales_of(scales, 2), _antialiased(_cubic_aa, 2, align_corners))
+
+
+@ops.lowering("aten::_upsample_bicubic2d_aa_backward", static=_SCALES)
+def _upsample_bicubic2d_aa_backward(grad_output, output_size, input_size, align_corners, **scales):
+    """The gradient of `_upsample_bicubic2d_aa`, (n, c, h, w) = `input_size`."""
+    taps = _antialiased(_cubic_aa, 2, align_corners)
+    return _resize_backward(grad_output, input_size, _scales_of(scales, 2), taps)
+
+
+@ops.lowering("aten::_upsample_lanczos2d_aa", static=_SCALES)
+def _upsample_lanczos2d_aa(self, output_size, align_corners, **scales):
+    """(n, c, h, w) -> (n, c, *output_size): Lanczos' kernel of three lobes, as wide as each output."""
+    return _resize(self, output_size, _scales_of(scales, 2), _antialiased(_lanczos3, 3, align_corners))
+
+
+@ops.lowering("aten::_upsample_lanczos2d_aa_backward", static=_SCALES)
+def _upsample_lanczos2d_aa_backward(grad_output, output_size, input_size, align_corners, **scales):
+    """The gradient of `_upsample_lanczos2d_aa`, (n, c, h, w) = `input_size`."""
+    taps = _antialiased(_lanczos3, 3, align_corners)
+    return _resize_backward(grad_output, input_size, _scales_of(scales, 2), taps)
+
+
+# -- grid_sampler ------------------------------------------------------------------------------------
+
+_BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
+_ZEROS, _BORDER, _REFLECTION = 0, 1, 2
+
+
+def _unnormalized(position: jax.Array, size: int, align_corners: bool) -> jax.Array:
+    """From [-1, 1] to elements: -1 and 1 are the centres of the first and last, or, not aligned, their outer edges."""
+    if align_corners:
+        return (position + 1) / 2 * (size - 1)
+    return ((position + 1) * size - 1) / 2
+
+
+def _reflected(position: jax.Array, low: float, high: float) -> jax.Array:
+    """`position` folded into [low, high], back and forth."""
+    span = high - low
+    if span == 0:
+        return jnp.zeros_like(position)
+    distance = position - low
+    distance = jnp.where(distance < 0, -distance, distance)
+    folds = jnp.floor(jax.lax.stop_gradient(distance) / span)
+    beyond = distance - folds * span
+    return jnp.where(folds % 2 == 0, beyond + low, high - beyond)
+
+
+def _padded(position: jax.Array, size: int, padding_mode: int, align_corners: bool) -> jax.Array:
+    """`position` in elements, brought inside as `padding_mode` says; zeros leaves it outside."""
+    if padding_mode == _ZEROS:
+        return position
+    if padding_mode == _REFLECTION:
+        low, high = (0, size - 1) if align_corners else (-0.5, size - 0.5)
+        position = _reflected(position, low, high)
+    return jnp.clip(position, jnp.zeros((), position.dtype), jnp.asarray(size - 1, position.dtype))
+
+
+def _sampled(image: jax.Array, places: Sequence[jax.Array]) -> jax.Array:
+    """The elements of `image` (n, c, *spatial) at whole `places` (n, *out) per dim, 0 outside: (n, c, *out)."""
+    spatial = image.shape[2:]
+    inside = jnp.ones(places[0].shape, bool)
+    for place, size in zip(places, spatial, strict=True):
+        inside &= (place >= 0) & (place <= size - 1)
+    indices = [jnp.where(inside, place, 0).astype(jnp.int64) for place in places]
+    taken = jax.vmap(lambda plane, *at: plane[(slice(None), *at)])(image, *indices)
+    return jnp.where(inside[:, None], taken, jnp.zeros((), image.dtype))
+
+
+def _grid_sample(
+    input: jax.Array, grid: jax.Array, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> jax.Array:
+    """`input` (n, c, *spatial) sampled at `grid` (n, *out, ndim), whose last axis is x, y(, z) in [-1, 1]."""
+    image, grid = opmath(input), opmath(grid)
+    spatial = image.shape[2:]
+    # torch documents that a NaN in the grid counts as -1.
+    grid = jnp.where(jnp.isnan(grid), -1, grid)
+    positions = [
+        _unnormalized(grid[..., -1 - place], size, align_corners) for place, size in enumerate(spatial)
+    ]
+    if interpolation_mode != _BICUBIC:
+        # The bicubic mode pads each of its taps instead.
+        positions = [
+            _padded(p, size, padding_mode, align_corners) for p, size in zip(positions, spatial, strict=True)
+        ]
+    if interpolation_mode == _NEAREST:
+        return _sampled(image, [jnp.round(p) for p in positions])
+
+    lows = [jnp.floor(jax.lax.stop_gradient(p)) for p in positions]
+    offsets = (0, 1) if interpolation_mode == _BILINEAR else (-1, 0, 1, 2)
+    total = jnp.zeros((), image.dtype)
+    for tap in itertools.product(offsets, repeat=len(spatial)):
+        weight = jnp.ones((), image.dtype)
+        places = []
+        for position, low, offset, size in zip(positions, lows, tap, spatial, strict=True):
+            place = low + offset
+            if interpolation_mode == _BICUBIC:
+                weight = weight * _cubic(position - low - offset, -0.75)
+                place = jnp.round(_padded(place, size, padding_mode, align_corners))
+            else:
+                weight = weight * (1 - (position - low) if offset == 0 else position - low)
+            places.append(place)
+        total = total + _sampled(image, places) * weight[:, None]
+    return total
+
+
+def _grid_sample_backward(
+    grad_output: jax.Array,
+    input: jax.Array,
+    grid: jax.Array,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+    output_mask: Sequence[bool],
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Gradients of `_grid_sample` for `input` and `grid`; None where `output_mask` says it is not needed."""
+    image, grid = opmath(input), opmath(grid)
+    _, vjp = jax.vjp(lambda x, g: _grid_sample(x, g, interpolation_mode, padding_mode, align_corners), image, grid)
+    grads = vjp(opmath(grad_output))
+    return tuple(g if wanted else None for g, wanted in zip(grads, output_mask, strict=True))
+
+
+@ops.lowering("aten::grid_sampler_2d", "aten::grid_sampler_3d")
+def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
+    """`input` sampled at `grid`; 0 outside, or the edge, or the reflection (`padding_mode` 0, 1, 2).
+
+    input:   (n, c, h, w) or (n, c, d, h, w).
+    grid:    (n, *out, 2) of x, y, or (n, *out, 3) of x, y, z, from -1 to 1.
+    returns: (n, c, *out); `interpolation_mode` 0 is linear, 1 nearest, 2 cubic (two dims only).
+    """
+    return _grid_sample(input, grid, interpolation_mode, padding_mode, align_corners)
+
+
+@ops.lowering("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
+def grid_sampler_backward(
+    grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask
+):
+    """Gradients of `grid_sampler` for `input` and `grid`; None where `output_mask` says it is not needed."""
+    return _grid_sample_backward(
+        grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask
+    )
