@@ -187,7 +187,7 @@ def main(
         losses=losses,
         eager_ms=1e3 * statistics.median(times[1:eager_steps] or times[:1]),
         jitted_ms=1e3 * statistics.median(times[eager_steps + 1 :]),
-        cpu_ms=1e3 * statistics.median(cpu_step_times(model, loader, steps=20)[1:]),
+        cpu_ms=1e3 * statistics.median(cpu_step_times(model, loader, steps=11)[1:]),
         first_jitted_s=times[eager_steps],
         compilations=len(jitted.compilations) if jitted is not eager else 0,
         picture=picture,

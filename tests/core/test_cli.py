@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import torchax_core
 from torchax_core import cli, packs
 from torchax_core.errors import OpNameError, PackWarning, UnknownPackError
+
+PACKS = torchax_core.default_env().packs  # found before a test puts other packs in their place
 
 
 def run(*arguments, **variables):

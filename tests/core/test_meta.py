@@ -16,7 +16,7 @@ from torchax_core.opset import OpSet
 ROOT = Path(__file__).parents[2]
 PYPROJECTS = sorted([*ROOT.glob("torchax_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")])
 DOCUMENTS = sorted(x for p in ("*.md", "docs/*.md", "torchax_*/*.md", "plugins/*/*.md") for x in ROOT.glob(p))
-SOURCES = sorted([*ROOT.glob("torchax_*/src"), *ROOT.glob("plugins/*/src")])
+SOURCES = [file.parent / "src" for file in PYPROJECTS]
 
 # Each module in a process of its own, forked once torch and jax are there: nothing may lean on another's import.
 IMPORT_ALONE = """

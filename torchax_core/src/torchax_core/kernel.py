@@ -9,6 +9,7 @@ promotion is decided, and the lowering is put under `jax.jit`. See docs/dispatch
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -81,9 +82,10 @@ _DEEPEST = 8  # an op may decompose into itself on smaller inputs, but not for e
 class _Entry:
     """One signature of one op, compiled: the function of arrays, and what its results are."""
 
-    __slots__ = ("avals", "body", "grads", "run", "single", "structure")
+    __slots__ = ("avals", "body", "draws", "grads", "run", "single", "structure")
 
-    def __init__(self, body: Callable[..., Any], avals: list[Any], structure: Any) -> None:
+    def __init__(self, body: Callable[..., Any], avals: list[Any], structure: Any, draws: bool = False) -> None:
+        self.draws = draws  # two more arrays: a random key and a count
         self.body = body
         self.run = jax.jit(body, inline=True)
         self.avals = avals  # an Aval, None, or a list of avals, per result of the op
@@ -108,7 +110,9 @@ class LoweringKernel:
         self.arguments = arguments
         self.kinds = tuple(_kind(a, static) for a in arguments)
         self.kinds_by_name = {a.name: k for a, k in zip(arguments, self.kinds, strict=True)}
-        self.wants_key = "key" in definition.parameters
+        # an op that has an argument `key` of its own (attention) asks by the longer name
+        names = {a.name for a in arguments}
+        self.key_name = next((n for n in ("random_key", "key") if n in definition.parameters and n not in names), None)
         self.accepted = self._accepted_names()
         self.entries: dict[Any, _Entry] = {}
 
@@ -152,7 +156,7 @@ class LoweringKernel:
         if entry is None:
             entry = self._new_signature(args, kwargs or {}, arrays)
             self.entries[signature] = entry
-        if self.wants_key:
+        if entry.draws:
             arrays.extend(active.environment._random_arguments(generator))
         return entry, arrays
 
@@ -227,12 +231,27 @@ class LoweringKernel:
             bound[argument.name] = _template(a, kind, counter)
             metas[argument.name] = _meta(a, argument.name)
         avals = self._result_avals(metas, kwargs)
-        call = self._body_call(bound, metas)
+        draws = self._draws(bound, metas, arrays)
+        call = self._body_call(bound, metas, draws)
         body = self._guarded(call, avals)
         if avals is None:
-            avals = self._avals_by_tracing(body, arrays)
+            avals = self._avals_by_tracing(body, [*arrays, jax.random.key(0), np.uint32(0)] if draws else arrays)
             body = self._guarded(call, avals)
-        return _Entry(body, avals, _structure(self.schema))
+        return _Entry(body, avals, _structure(self.schema), draws)
+
+    def _draws(self, bound: dict[str, Any], metas: dict[str, Any], arrays: list[Any]) -> bool:
+        """Whether this call draws random numbers. A body whose key is optional (dropout_p = 0) is tried without one."""
+        if self.key_name is None:
+            return False
+        if self.definition.parameters[self.key_name].default is inspect.Parameter.empty:
+            return True
+        call = self._body_call(bound, metas, False)
+        try:
+            with jax.enable_x64(True):
+                jax.eval_shape(lambda *a: _flat_results(call(a)), *arrays)
+        except Exception:  # it missed its key, or the call is wrong, which the real run will say
+            return True
+        return False
 
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, str, Any]]:
         pairs = list(zip(self.arguments, self.kinds, args, strict=False))
@@ -248,8 +267,7 @@ class LoweringKernel:
         return avals_of(outs, len(self.schema.returns))
 
     def _avals_by_tracing(self, body: Callable[..., Any], arrays: list[Any]) -> list[Any]:
-        extra = [jax.random.key(0), np.uint32(0)] if self.wants_key else []
-        shapes = jax.eval_shape(body, *arrays, *extra)
+        shapes = jax.eval_shape(body, *arrays)
         flat = [Aval.contiguous(s.shape, torch_dtype(s.dtype)) for s in shapes]
         if len(self.schema.returns) == 1 and str(self.schema.returns[0].type).startswith("List"):
             return [flat]
@@ -269,7 +287,7 @@ class LoweringKernel:
         if self.variant is not None:
             missing = [n for n in missing if n in {a.name for a in self.variant.twin._schema.arguments}]
         # one body may serve several overloads: a parameter with a default need not be in each
-        unknown = [n for n, p in parameters.items() if n not in names and n != "key" and p.default is p.empty]
+        unknown = [n for n, p in parameters.items() if n not in names and n != self.key_name and p.default is p.empty]
         if self.variant is not None:
             unknown = [n for n in unknown if n not in {a.name for a in self.variant.twin._schema.arguments}]
         if missing or unknown:
@@ -282,10 +300,13 @@ class LoweringKernel:
                 )
                 + ". Name the parameters as the schema does."
             )
-        return frozenset(n for n in parameters if n != "key")
+        return frozenset(n for n in parameters if n != self.key_name)
 
-    def _body_call(self, bound: dict[str, Any], metas: dict[str, Any]) -> Callable[..., Any]:
-        """The definition's body as a function of the call's arrays: static values put in, promotion applied."""
+    def _body_call(self, bound: dict[str, Any], metas: dict[str, Any], draws: bool) -> Callable[..., Any]:
+        """The definition's body as a function of the call's arrays: static values put in, promotion applied.
+
+        With `draws`, the last two arrays are a random key and a count to fold into it.
+        """
         definition = self.definition
         template = {n: v for n, v in bound.items() if n in self.accepted}
         for argument in self.arguments:
@@ -295,7 +316,7 @@ class LoweringKernel:
                 if parameter is not None and parameter.default is parameter.empty and not definition.positional:
                     template[argument.name] = _template(argument.default_value, _STATIC, iter(()))
         template = self._promoted(template, metas)
-        wants_key = self.wants_key
+        key_name = self.key_name if draws else None
         body = definition.body
 
         if definition.positional:
@@ -305,7 +326,7 @@ class LoweringKernel:
             return self._decomposition_call(template, metas)
 
         def call(arrays: Sequence[jax.Array]) -> Any:
-            extra = {"key": jax.random.fold_in(arrays[-2], arrays[-1])} if wants_key else {}
+            extra = {key_name: jax.random.fold_in(arrays[-2], arrays[-1])} if key_name else {}
             return body(**{name: _fill(value, arrays) for name, value in template.items()}, **extra)
 
         return call
@@ -502,7 +523,7 @@ class WritingKernel(LoweringKernel):
             ]
         return super()._checked(results, avals)
 
-    def _body_call(self, bound: dict[str, Any], metas: dict[str, Any]) -> Callable[..., Any]:
+    def _body_call(self, bound: dict[str, Any], metas: dict[str, Any], draws: bool) -> Callable[..., Any]:
         variant = self.variant
         assert variant is not None
         twin_names = {a.name for a in variant.twin._schema.arguments}
@@ -512,7 +533,7 @@ class WritingKernel(LoweringKernel):
             kept["dtype"] = jax_dtype(out.dtype)
             self.kinds_by_name.setdefault("dtype", _STATIC)
             self.accepted = self.accepted | {"dtype"}
-        return super()._body_call(kept, metas)
+        return super()._body_call(kept, metas, draws)
 
 
 class ViewKernel:

@@ -187,7 +187,8 @@ class OpSet:
         - Scalar, float: a 0-d array in the dtype the tensors compute in, traced, so that no new value recompiles. Named
                      in `static`, or left to the schema's default: the Python value.
         - int, bool, int[], str: Python values, lists as tuples; ScalarType: a numpy dtype; all static.
-        - a parameter `key` asks for a fresh jax.random key per call (the environment's, or the `generator`'s).
+        - a parameter `key` (`random_key` if the op has a `key` of its own) asks for a fresh jax.random key per call, the
+          environment's or the `generator`'s; with the default None, only for calls that cannot do without.
 
         It returns an array, a tuple of arrays for several results, or a list for Tensor[]. Result dtypes are cast to
         those of torch's meta kernel; a result of another shape raises LoweringMismatchError.

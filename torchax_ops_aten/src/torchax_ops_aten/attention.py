@@ -202,7 +202,7 @@ def _transformer_encoder_layer_fwd(
     return norm(x + feed_forward(x), norm_weight_2, norm_bias_2)
 
 
-@ops.decomposition("aten::_nested_tensor_from_mask_left_aligned")
+@ops.decomposition("aten::_nested_tensor_from_mask_left_aligned", whole=False)
 def _nested_tensor_from_mask_left_aligned(t, mask):
     """False: nested tensors are not for this device, and `nn.TransformerEncoder` then keeps to padded ones."""
     return False

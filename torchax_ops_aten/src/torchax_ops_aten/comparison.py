@@ -45,10 +45,18 @@ ops.table(
 )
 
 
-@ops.lowering("aten::equal", promote=ALWAYS_BOOL, data_dependent="(a == b).all(), a tensor, given equal shapes")
+@ops.lowering("aten::equal", data_dependent="(a == b).all(), a tensor, if the shapes are equal")
 def equal(self, other):
     """A Python bool: whether shapes and all elements are equal, once in a common dtype. NaN equals nothing."""
     return self.shape == other.shape and bool(jnp.all(self == other))
+
+
+@ops.lowering("aten::allclose", data_dependent="torch.isclose(a, b, ...).all(), a tensor")
+def allclose(self, other, rtol=1e-05, atol=1e-08, equal_nan=False):
+    """A Python bool: whether `abs(self - other) <= atol + rtol * abs(other)` everywhere, broadcast."""
+    if self.dtype != other.dtype:
+        raise RuntimeError(f"aten::allclose: both must have the same dtype, but have {self.dtype} and {other.dtype}.")
+    return bool(jnp.allclose(self, other, rtol=rtol, atol=atol, equal_nan=equal_nan))
 
 
 # -- kinds of numbers ----------------------------------------------------------------------------

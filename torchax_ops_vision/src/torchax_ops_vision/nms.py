@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from torchax_core import OpSet, opmath
+from torchax_core.errors import ShapeError
 
 __all__ = ["nms_padded", "ops"]
 
@@ -30,9 +31,9 @@ def nms(dets, scores, iou_threshold):
     dets:    (n, 4), floating: x1, y1, x2, y2.
     scores:  (n,), the dtype of `dets`; equal scores keep their order, NaN comes first, as in torchvision's CPU kernel.
     returns: indices of the kept boxes, int64, by falling score.
-    raises:  RuntimeError if the dtypes differ, as torchvision does (its meta kernel does not).
+    raises:  ShapeError, or RuntimeError if the dtypes differ: where torchvision raises RuntimeError.
     """
-    _check_dtypes(dets, scores)
+    _check(dets, scores)
     # A detector calls this with another n for every image. Padding to a power of two keeps that to a few programs, and
     # doing so in numpy costs no compilation either; the data comes to the host in any case, to count what is kept.
     n = dets.shape[0]
@@ -61,7 +62,7 @@ def nms_padded(
     classes:       (n,) ints, or None; boxes of different classes do not suppress each other (`batched_nms`).
     returns:       (max_output,) indices, the kept boxes by falling score, then -1; and how many of them are boxes, ().
     """
-    _check_dtypes(dets, scores)
+    _check(dets, scores)
     boxes, values = opmath(dets), opmath(scores)
     threshold = _threshold(iou_threshold, boxes.dtype)
     order, kept = _settle(boxes, values, threshold, np.int32(boxes.shape[0]), classes)
@@ -70,7 +71,12 @@ def nms_padded(
     return indices, jnp.minimum(jnp.sum(kept), max_output)
 
 
-def _check_dtypes(dets: jax.Array, scores: jax.Array) -> None:
+def _check(dets: jax.Array, scores: jax.Array) -> None:
+    if dets.ndim != 2 or dets.shape[1] != 4 or scores.shape != dets.shape[:1]:
+        raise ShapeError(
+            "torchvision::nms: `dets` must have the shape (n, 4) and `scores` (n,), "
+            f"but dets.shape={dets.shape} and scores.shape={scores.shape}."
+        )
     if dets.dtype != scores.dtype:
         raise RuntimeError(
             "torchvision::nms: `dets` and `scores` must have the same dtype, "
