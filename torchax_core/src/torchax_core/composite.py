@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchax_core.kernel import DirectKernel, LoweringKernel
 from torchax_core.overrides import Declined, DecliningKernel
@@ -101,6 +102,9 @@ def _any_requires_grad(values: Any) -> bool:
 
 def differentiable_kernel(kernel: LoweringKernel, args: Any, kwargs: Any) -> Any:
     """Run a lowering with gradients by jax.vjp of its body."""
+    for value in pytree.tree_leaves((args, kwargs)):
+        if isinstance(value, View):
+            value._array()  # one array per tensor from here on: gradients are with respect to the views
     entry, arrays = kernel._enter(args, kwargs)
     program = entry.grads.get("program")
     avals = [a for group in entry.avals for a in (group if isinstance(group, list) else [group]) if a is not None]

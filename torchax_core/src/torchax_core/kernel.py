@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from torchax_core.opset import Definition, ViewDefinition
 from torchax_core.symbolic import array_of_symbol
 from torchax_core.tensor import Aval, Tensor, active, make_tensor
 from torchax_core.variants import Variant, op_name
-from torchax_core.view import ROOT, View, make_view
+from torchax_core.view import ROOT, Path, View, make_view
 
 __all__ = ["CaseKernel", "DataDependentKernel", "DirectKernel", "LoweringKernel", "ViewKernel", "WritingKernel", "arrays_of"]
 
@@ -44,6 +45,18 @@ _TENSOR, _TENSORS, _SCALAR, _STATIC, _GENERATOR = "tensor", "tensors", "scalar",
 
 _LEFT_OUT = frozenset({"layout", "device", "pin_memory", "memory_format", "non_blocking", "generator"})
 _CPU_INDICES = frozenset({"index", "index_put", "_unsafe_index", "_unsafe_index_put", "_index_put_impl"})
+
+
+def _scan_view(view: View, key: list[Any], arrays: list[Any]) -> None:
+    """A view that has been read since its base last changed is an array like any other; else its base is given, and it
+    is read inside the op's program."""
+    key.append(view._aval)
+    if view._is_read():
+        arrays.append(view._cache)
+    else:
+        key.append(view._path)
+        arrays.append(view._store.array)
+        arrays.extend(view._offsets)
 
 
 def _kind(argument: Any, static: frozenset[str]) -> str:
@@ -63,10 +76,22 @@ def _kind(argument: Any, static: frozenset[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """In a template of arguments: the `index`-th array of the call, cast to `dtype` if that is given."""
+    """In a template of arguments: the `index`-th array of the call, cast to `dtype` if that is given.
+
+    With a `path`, that array is the base of a view: the view is read here, inside the op's own program, through `path` and
+    the `offsets` arrays that follow.
+    """
 
     index: int
     dtype: np.dtype | None = None
+    path: Path | None = None
+    offsets: int = 0
+
+    def array(self, arrays: Sequence[Any]) -> Any:
+        value = arrays[self.index]
+        if self.path is not None:
+            value = self.path.read_inline(value, arrays[self.index + 1 : self.index + 1 + self.offsets])
+        return value if self.dtype is None else _to_dtype(value, self.dtype)
 
 
 class _Decomposing(threading.local):
@@ -115,14 +140,35 @@ class LoweringKernel:
         self.key_name = next((n for n in ("random_key", "key") if n in definition.parameters and n not in names), None)
         self.accepted = self._accepted_names()
         self.entries: dict[Any, _Entry] = {}
+        # the calls that most are, one or two plain tensors and nothing else, by their avals alone
+        self._unary: dict[Any, _Entry] = {}
+        self._binary: dict[Any, _Entry] = {}
 
     # -- the call --------------------------------------------------------------------------------
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        if not kwargs:
+            if len(args) == 1:
+                (a,) = args
+                if a.__class__ is Tensor:
+                    entry = self._unary.get(a._aval)
+                    if entry is not None:
+                        return make_tensor(entry.run(a._store.array), entry.single)
+            elif len(args) == 2:
+                a, b = args
+                if a.__class__ is Tensor and b.__class__ is Tensor:
+                    entry = self._binary.get((a._aval, b._aval))
+                    if entry is not None:
+                        return make_tensor(entry.run(a._store.array, b._store.array), entry.single)
         entry, arrays = self._enter(args, kwargs)
         results = entry.run(*arrays)
         aval = entry.single
         if aval is not None:
+            if not kwargs and not entry.draws and all(a.__class__ is Tensor for a in args):
+                if len(args) == 1:
+                    self._unary[args[0]._aval] = entry
+                elif len(args) == 2:
+                    self._binary[args[0]._aval, args[1]._aval] = entry
             return make_tensor(results, aval)
         return entry.structure(self._wrap(results, entry.avals))
 
@@ -135,8 +181,7 @@ class LoweringKernel:
                 key.append(a._aval)
                 arrays.append(a._store.array)
             elif cls is View:
-                key.append(a._aval)
-                arrays.append(a._array())
+                _scan_view(a, key, arrays)
             elif kind is _STATIC:
                 key.append(tuple(a) if cls is list else a)
             else:
@@ -162,9 +207,11 @@ class LoweringKernel:
 
     def _scan(self, a: Any, kind: str, key: list[Any], arrays: list[Any]) -> None:
         cls = a.__class__
-        if cls is Tensor or cls is View:
+        if cls is Tensor:
             key.append(a._aval)
-            arrays.append(a._array())
+            arrays.append(a._store.array)
+        elif cls is View:
+            _scan_view(a, key, arrays)
         elif a is None:
             key.append(None)
         elif kind is _STATIC:
@@ -428,12 +475,14 @@ class WritingKernel(LoweringKernel):
         self.positions = {a.name: i for i, a in enumerate(self.arguments)}
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        variant = self.variant
+        assert variant is not None
+        if variant.returns == ("self",) and variant.written == ("self",) and args[0].__class__ is View:
+            return self._write_through(args[0], args, kwargs)
         entry, arrays = self._enter(args, kwargs)
         results = entry.run(*arrays)
         if entry.single is not None:
             results = (results,)
-        variant = self.variant
-        assert variant is not None
         del arrays  # they would keep the old values alive while the new ones are written
         fresh = self._wrap(results, entry.avals[: variant.fresh])
         at = sum(len(a) if isinstance(a, list) else a is not None for a in entry.avals[: variant.fresh])
@@ -450,6 +499,24 @@ class WritingKernel(LoweringKernel):
                     target._write(results[at])
                 at += 1
         return self._returned(fresh, args, kwargs)
+
+    def _write_through(self, view: View, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """In place on a view: read, computed and written back to the base in one program, which takes the base over."""
+        view._cache = None  # so that the base is given, and not what was read of it
+        entry, arrays = self._enter(args, kwargs)
+        pair = entry.grads.get(view._path)
+        if pair is None:
+            path, count = view._path, len(view._offsets)
+
+            def run(*arrays: jax.Array) -> jax.Array:
+                return path.write_inline(arrays[0], entry.body(*arrays), arrays[1 : 1 + count])
+
+            pair = entry.grads[view._path] = (jax.jit(run, inline=True), jax.jit(run, donate_argnums=(0,)))
+        store = view._store
+        # the storage, the list of arrays, getrefcount's argument: one more, and somebody relies on the base as it is
+        donate = sys.getrefcount(arrays[0]) <= 3 and not any(is_traced(a) for a in arrays)
+        store.write(pair[donate](*arrays))
+        return view
 
     def _argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         if kwargs and name in kwargs:
@@ -773,6 +840,11 @@ def _hashable(a: Any) -> Any:
 
 def _template(a: Any, kind: str, counter: Any) -> Any:
     """`a` with every array replaced by the slot of its place in the call's flat list; the order is that of `_scan`."""
+    if isinstance(a, View) and not a._is_read():
+        slot = _Slot(next(counter), None, a._path, len(a._offsets))
+        for _ in a._offsets:
+            next(counter)
+        return slot
     if isinstance(a, torch.Tensor):
         return _Slot(next(counter))
     if a is None:
@@ -797,8 +869,7 @@ def _template_concrete(a: Any, kind: str, concrete: Callable[[Any], Any]) -> Any
 
 def _fill(value: Any, arrays: Sequence[Any]) -> Any:
     if value.__class__ is _Slot:
-        array = arrays[value.index]
-        return array if value.dtype is None else _to_dtype(array, value.dtype)
+        return value.array(arrays)
     if value.__class__ is list:
         return [_fill(v, arrays) for v in value]
     if value.__class__ is tuple:
@@ -816,7 +887,7 @@ def _to_dtype(array: Any, dtype: np.dtype) -> Any:
 
 def _cast(value: Any, dtype: np.dtype) -> Any:
     if value.__class__ is _Slot:
-        return _Slot(value.index, dtype)
+        return dataclasses.replace(value, dtype=dtype)
     if value.__class__ is list:
         return [_cast(v, dtype) for v in value]
     return value

@@ -75,13 +75,15 @@ class Path:
             return self._donating(base, new, *offsets)  # type: ignore[misc]
         return self._write(base, new, *offsets)
 
-    def _read_steps(self, base: jax.Array, *offsets: Any) -> jax.Array:
+    def read_inline(self, base: jax.Array, offsets: tuple[Any, ...]) -> jax.Array:
+        """As `read`, part of a program being traced."""
         with jax.enable_x64(True):
             for step, used in self._with_offsets(offsets):
                 base = step._read_one(base, used)
             return base
 
-    def _write_steps(self, base: jax.Array, new: jax.Array, *offsets: Any) -> jax.Array:
+    def write_inline(self, base: jax.Array, new: jax.Array, offsets: tuple[Any, ...]) -> jax.Array:
+        """As `write`, part of a program being traced."""
         with jax.enable_x64(True):
             steps = list(self._with_offsets(offsets))
             bases = [base]
@@ -90,6 +92,12 @@ class Path:
             for (step, used), onto in zip(reversed(steps), reversed(bases), strict=True):
                 new = step._write_one(onto, new, used)
             return new
+
+    def _read_steps(self, base: jax.Array, *offsets: Any) -> jax.Array:
+        return self.read_inline(base, offsets)
+
+    def _write_steps(self, base: jax.Array, new: jax.Array, *offsets: Any) -> jax.Array:
+        return self.write_inline(base, new, offsets)
 
     def _with_offsets(self, offsets: tuple[Any, ...]) -> list[tuple[Path, tuple[Any, ...]]]:
         pairs, at = [], 0
@@ -130,6 +138,9 @@ class View(Tensor):
     _offsets: tuple[int, ...]
     _cache: jax.Array | None
     _seen: int
+
+    def _is_read(self) -> bool:
+        return self._seen == self._store.version and self._cache is not None
 
     def _array(self) -> jax.Array:
         store = self._store

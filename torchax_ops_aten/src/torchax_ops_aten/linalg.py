@@ -48,7 +48,6 @@ def _none(like: jax.Array) -> jax.Array:
 def linalg_check_errors(info, api_name, *, is_matrix):
     """Raises torch.linalg.LinAlgError, in torch's words for `api_name`, if any `info` is not 0."""
     torch._linalg_check_errors(torch.from_numpy(np.array(info, np.int32)), api_name, is_matrix=is_matrix)
-    return ()
 
 
 # -- eigenvalues and singular values -----------------------------------------------------------------------------------
@@ -369,6 +368,138 @@ def linalg_solve_ex(A, B, *, left=True, check_errors=False):
         lu, pivots, B.unsqueeze(-1) if vectors else B, left=left, adjoint=transposed
     )
     return result.squeeze(-1) if vectors else result, lu, pivots, info
+
+
+# -- LDL ---------------------------------------------------------------------------------------------------------------
+
+
+@ops.lowering("aten::linalg_ldl_factor_ex")
+def linalg_ldl_factor_ex(self, *, hermitian=False, check_errors=False):
+    """LAPACK's compact LDL of a symmetric (or Hermitian) matrix of which the lower triangle is read.
+
+    self:    (..., n, n).
+    returns: L and D in one (..., n, n); int32 pivots (..., n), 1-based, two equal negative ones for a 2 by 2 block of D;
+             info (...), the index of the first zero on D's diagonal. The upper triangle is the input's.
+    """
+    hermitian = hermitian and jnp.iscomplexobj(self)
+    factor = jnp.vectorize(lambda a: _bunch_kaufman(a, hermitian), signature="(n,n)->(n,n),(n),()")
+    if self.size == 0:
+        return self, jnp.zeros(self.shape[:-1], jnp.int32), jnp.zeros(self.shape[:-2], jnp.int32)
+    return factor(self)
+
+
+def _size1(x: jax.Array) -> jax.Array:
+    """LAPACK's cheap absolute value, by which it chooses pivots."""
+    return jnp.abs(x.real) + jnp.abs(x.imag) if jnp.iscomplexobj(x) else jnp.abs(x)
+
+
+def _bunch_kaufman(a: jax.Array, hermitian: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """LDL of one (n, n) with diagonal pivoting, one or two columns a step.
+
+    source: Bunch and Kaufman, "Some stable methods for calculating inertia and solving symmetric linear systems", 1977.
+    """
+    n = a.shape[-1]
+    bound = (1 + 17**0.5) / 8
+    index = jnp.arange(n)
+    rows, columns = index[:, None], index[None, :]
+    mirrored = (lambda x: jnp.conj(x)) if hermitian else (lambda x: x)
+    start = jnp.tril(a) + mirrored(jnp.tril(a, -1)).T
+    if hermitian:
+        start = jnp.where(rows == columns, start.real, start)
+
+    def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # `m` holds finished columns of L left of k, and from k on what is left to factor, both triangles of it
+        k, m, pivots, info = state
+        below = jnp.where(index > k, _size1(m[:, k]), -1)
+        candidate = jnp.argmax(below)
+        largest = jnp.maximum(below.max(), 0)
+        here = _size1(m[k, k])
+        beside = jnp.where((index >= k) & (index != candidate), _size1(m[:, candidate]), 0).max()
+        zero = (jnp.maximum(here, largest) == 0) | jnp.isnan(here)
+        stay = zero | (here >= bound * largest) | (here >= bound * largest * (largest / beside))
+        two = ~stay & (_size1(m[candidate, candidate]) < bound * beside)
+        to = jnp.where(stay, k, candidate)
+        at = jnp.where(two, k + 1, k)
+
+        swapped = jnp.where(index == at, to, jnp.where(index == to, at, index))
+        left = (rows >= k) & (columns >= k)
+        m = jnp.where(left, m[swapped][:, swapped], m)
+
+        next_ = jnp.minimum(k + 1, n - 1)
+        c0, c1 = m[:, k], m[:, next_]
+        d00, d10, d11 = m[k, k], m[next_, k], m[next_, next_]
+        d01 = mirrored(d10)
+        single = jnp.where(zero, 0, c0 / jnp.where(zero, 1, d00))
+        determinant = d00 * d11 - d10 * d01
+        w0 = jnp.where(two, (c0 * d11 - c1 * d10) / determinant, single)
+        w1 = jnp.where(two, (c1 * d00 - c0 * d01) / determinant, 0)
+        last = k + two
+        update = w0[:, None] * mirrored(c0)[None, :] + jnp.where(two, w1[:, None] * mirrored(c1)[None, :], 0)
+        m = jnp.where((rows > last) & (columns > last), m - update, m)
+        m = jnp.where((rows > last) & (columns == k), w0[:, None], m)
+        m = jnp.where(two & (rows > last) & (columns == last), w1[:, None], m)
+
+        pivot = jnp.where(two, -(to + 1), to + 1).astype(jnp.int32)
+        pivots = jnp.where((index >= k) & (index <= last), pivot, pivots)
+        info = jnp.where((info == 0) & zero, k + 1, info).astype(jnp.int32)
+        return last + 1, m, pivots, info
+
+    first = (jnp.zeros((), index.dtype), start, jnp.zeros(n, jnp.int32), jnp.zeros((), jnp.int32))
+    _, m, pivots, info = lax.while_loop(lambda state: state[0] < n, step, first)
+    return jnp.tril(m) + jnp.triu(a, 1), pivots, info
+
+
+@ops.lowering("aten::linalg_ldl_solve")
+def linalg_ldl_solve(LD, pivots, B, *, hermitian=False):
+    """X with `A @ X = B`, from the compact LDL (..., n, n) and pivots (..., n) of `linalg_ldl_factor_ex`; B (..., n, k)."""
+    hermitian = hermitian and jnp.iscomplexobj(LD)
+    ld, b, steps = _batched(LD, B, pivots[..., None])
+    if b.size == 0:
+        return b
+    unfold = jnp.vectorize(_ldl_unfold, signature="(n,n),(n)->(n,n),(n),(n)")
+    lower, order, starts = unfold(ld, steps[..., 0])
+    options = {"left_side": True, "lower": True, "unit_diagonal": True}
+    y = jnp.take_along_axis(b, order[..., None], axis=-2)
+    y = lax.linalg.triangular_solve(lower, y, **options)
+
+    d = jnp.diagonal(ld, axis1=-2, axis2=-1)
+    d = d.real.astype(d.dtype) if hermitian else d
+    beside = jnp.where(starts, jnp.roll(jnp.diagonal(jnp.roll(ld, -1, -2), axis1=-2, axis2=-1), 0, -1), 0)
+    above = jnp.conj(beside) if hermitian else beside
+    ends = jnp.roll(starts, 1, -1)
+    determinant = d * jnp.roll(d, -1, -1) - beside * above
+    at_start = (jnp.roll(d, -1, -1)[..., None] * y - above[..., None] * jnp.roll(y, -1, -2)) / determinant[..., None]
+    at_end = (jnp.roll(d, 1, -1)[..., None] * y - jnp.roll(beside, 1, -1)[..., None] * jnp.roll(y, 1, -2)) / jnp.roll(
+        determinant, 1, -1
+    )[..., None]
+    y = jnp.where(starts[..., None], at_start, jnp.where(ends[..., None], at_end, y / d[..., None]))
+
+    y = lax.linalg.triangular_solve(lower, y, **options, transpose_a=True, conjugate_a=hermitian)
+    return jnp.take_along_axis(y, jnp.argsort(order, axis=-1)[..., None], axis=-2)
+
+
+def _ldl_unfold(ld: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of one compact LDL: L with its rows in final order, that order (n,), and where the 2 by 2 blocks of D start (n,).
+
+    LAPACK swaps rows as it goes and leaves the columns of L already found as they were; here they follow.
+    """
+    n = ld.shape[-1]
+    index = jnp.arange(n)
+
+    def follow(k: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        lower, order, starts = state
+        starting = (pivots[k] < 0) & ~starts[jnp.maximum(k - 1, 0)]
+        ending = (pivots[k] < 0) & ~starting
+        at = jnp.where(starting, k + 1, k)
+        to = jnp.where(ending, at, jnp.abs(pivots[k]).astype(index.dtype) - 1)
+        swapped = jnp.where(index == at, to, jnp.where(index == to, at, index))
+        lower = jnp.where(index[None, :] < k, lower[swapped], lower)
+        return lower, order[swapped], jnp.where(index == k, starting, starts)
+
+    start = (jnp.tril(ld, -1), index, jnp.zeros(n, bool))
+    lower, order, starts = lax.fori_loop(0, n, follow, start)
+    inside_block = (index[:, None] == index[None, :] + 1) & starts[None, :]
+    return jnp.where(inside_block, 0, lower) + _eye(n, ld), order, starts
 
 
 # -- least squares and pseudoinverse -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Half types draw on their own grid where an end of the range is excluded, since r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,17 +34,29 @@ def _compute_dtype(dtype: Any) -> np.dtype:
     return jnp.dtype(jnp.float64) if jnp.dtype(dtype) == jnp.float64 else jnp.dtype(jnp.float32)
 
 
+def _bits64(key: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Random 64-bit words, put together from 32-bit ones.
+
+    JAX would make them when it lowers the program, which is when a user's own jax.jit has 64-bit types switched off.
+    """
+    high, low = jax.random.bits(key, (2, *shape), jnp.uint32).astype(jnp.uint64)
+    return (high << 32) | low
+
+
 def _uniform(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
     """[0, 1) on the grid of `dtype`; for a complex one, in both parts."""
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        part = np.empty(0, dtype).real.dtype
-        return lax.complex(*jax.random.uniform(key, (2, *shape), part))
+        return lax.complex(*_uniform(key, (2, *shape), np.empty(0, dtype).real.dtype))
+    if dtype == jnp.float64:
+        return (_bits64(key, shape) >> 11).astype(dtype) * 2.0**-53
     return jax.random.uniform(key, shape, dtype)
 
 
 def _open_uniform(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-    """(0, 1), both ends excluded, so that logarithms are finite: the middles of the steps that [0, 1) is drawn in."""
+    """(0, 1), both ends excluded, so that logarithms are finite: the middles of steps of `eps`, float32 or float64."""
+    if dtype == jnp.float64:
+        return (_bits64(key, shape) >> 12).astype(dtype) * 2.0**-52 + 2.0**-53
     return jax.random.uniform(key, shape, dtype) + jnp.finfo(dtype).eps / 2
 
 
@@ -52,21 +65,29 @@ def _exponential(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
     return -jnp.log1p(-_open_uniform(key, shape, dtype))
 
 
-def _normal(key: jax.Array, shape: Sequence[int], dtype: Any, mean: Any, std: Any) -> jax.Array:
+def _normal(key: jax.Array, shape: Sequence[int], dtype: Any, mean: Any = 0, std: Any = 1) -> jax.Array:
     """`mean + std * N(0, 1)`, computed in float32 for half types. A complex one has variance `std ** 2` in all."""
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-        dtype = _compute_dtype(dtype)
-    return jax.random.normal(key, shape, dtype) * std + mean
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = _normal(key, (2, *shape), np.empty(0, dtype).real.dtype) * np.sqrt(0.5, dtype=dtype).real
+        draw = lax.complex(*parts)
+    elif dtype == jnp.float64:
+        draw = math.sqrt(2) * lax.erf_inv(2 * _open_uniform(key, shape, dtype) - 1)
+    else:
+        draw = jax.random.normal(key, shape, jnp.float32)
+    return draw * std + mean
+
+
+def _bernoulli(key: jax.Array, p: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """True with probability `p`, float32 or float64."""
+    return _uniform(key, shape, p.dtype) < p
 
 
 def _integers(key: jax.Array, shape: Sequence[int], low: int, high: int) -> jax.Array:
     """Integers in [low, high), of any width up to 2**64, as int32 or int64."""
     if -(2**31) <= low and high < 2**31:
         return jax.random.randint(key, shape, low, high, jnp.int32)
-    if high - low < 2**63:
-        # Drawn from 0, since `high` itself may be one more than int64 holds.
-        return jax.random.randint(key, shape, 0, high - low, jnp.int64) + low
-    bits = jax.random.bits(key, shape, jnp.uint64)
+    bits = _bits64(key, shape)
     if high - low < 2**64:
         bits = bits % np.uint64(high - low)
     return lax.bitcast_convert_type(bits, jnp.int64) + low  # wraps, as two's complement should
@@ -90,13 +111,13 @@ def rand_like(self, *, dtype=None, key):
 @ops.lowering("aten::randn", "aten::randn.generator")
 def randn(size, *, dtype=None, key):
     """Normal of mean 0 and variance 1; a complex one has variance 1/2 in each part."""
-    return _normal(key, size, dtype or _default_float(), 0, 1)
+    return _normal(key, size, dtype or _default_float())
 
 
 @ops.lowering("aten::randn_like", "aten::randn_like.generator")
 def randn_like(self, *, dtype=None, key):
     """Normal of mean 0 and variance 1 in the shape of `self`."""
-    return _normal(key, self.shape, dtype or self.dtype, 0, 1)
+    return _normal(key, self.shape, dtype or self.dtype)
 
 
 @ops.lowering("aten::randint", "aten::randint.generator")
@@ -126,7 +147,8 @@ def randint_like_low(self, low, high, *, dtype=None, key):
 @ops.lowering("aten::randint_like.Tensor", "aten::randint_like.Tensor_generator")
 def randint_like_tensor(self, high, *, dtype=None, key):
     """Integers in [0, high) in the shape and dtype of `self`; `high` has one element."""
-    return jax.random.randint(key, self.shape, 0, high.reshape(()).astype(jnp.int64), jnp.int64)
+    bits = _bits64(key, self.shape) % high.reshape(()).astype(jnp.uint64)
+    return bits.astype(jnp.int64)
 
 
 @ops.lowering("aten::randperm", "aten::randperm.generator")
@@ -224,7 +246,7 @@ def random_from(self, to, *, key, **arguments):
 @ops.lowering("aten::bernoulli")
 def bernoulli(self, *, key):
     """0 or 1, 1 with the probability that `self` holds for each element; shape and dtype of `self`."""
-    return jax.random.bernoulli(key, opmath(self), self.shape).astype(self.dtype)
+    return _bernoulli(key, opmath(self), self.shape).astype(self.dtype)
 
 
 @ops.lowering("aten::bernoulli.p", "aten::bernoulli.Tensor")
@@ -233,7 +255,7 @@ def bernoulli_p(self, p=0.5, *, key):
     p = opmath(jnp.asarray(p))
     # A probability in float64 is worth the wider draw only to a float64 tensor.
     p = p if self.dtype == jnp.float64 else p.astype(jnp.float32)
-    return jax.random.bernoulli(key, p, self.shape).astype(self.dtype)
+    return _bernoulli(key, p, self.shape).astype(self.dtype)
 
 
 @ops.lowering("aten::multinomial")
@@ -254,7 +276,7 @@ def multinomial(self, num_samples, replacement=False, *, key):
     # A parallel sum may round weights of 0 into small steps, which could be drawn: only others make steps.
     ends = lax.cummax(jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0), axis=weights.ndim - 1)
     total = ends[..., -1:]
-    u = jax.random.uniform(key, (*weights.shape[:-1], num_samples), weights.dtype) * total
+    u = _uniform(key, (*weights.shape[:-1], num_samples), weights.dtype) * total
     u = jnp.minimum(u, jnp.nextafter(total, jnp.zeros_like(total)))
     search = jnp.vectorize(lambda row, at: jnp.searchsorted(row, at, side="right"), signature="(n),(k)->(k)")
     return search(ends, u).astype(jnp.int64)
@@ -265,24 +287,32 @@ def _threefry(key: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
 
 
+def _log_gamma(key: jax.Array, shape_parameter: jax.Array) -> jax.Array:
+    """Logarithms of draws of the gamma distribution, in float32: JAX lowers wider ones only with 64-bit types on."""
+    return jax.random.loggamma(key, shape_parameter.astype(jnp.float32), shape_parameter.shape, jnp.float32)
+
+
 @ops.lowering("aten::poisson")
 def poisson(self, *, key):
     """Counts of the Poisson distribution of rate `self`, in its shape and dtype."""
-    return jax.random.poisson(_threefry(key), opmath(self), self.shape, jnp.int64)
+    return jax.random.poisson(_threefry(key), self.astype(jnp.float32), self.shape, jnp.int64)
 
 
 @ops.lowering("aten::binomial")
 def binomial(count, prob, *, key):
     """Successes of `count` trials of probability `prob`, broadcast; dtype of `count`."""
     shape = jnp.broadcast_shapes(count.shape, prob.shape)
-    dtype = _compute_dtype(count.dtype)
-    return jax.random.binomial(key, count.astype(dtype), prob.astype(dtype), shape, dtype)
+    return jax.random.binomial(key, count.astype(jnp.float32), prob.astype(jnp.float32), shape, jnp.float32)
 
 
 @ops.lowering("aten::_standard_gamma")
 def _standard_gamma(self, *, key):
-    """The gamma distribution of shape parameter `self` and rate 1."""
-    return jax.random.gamma(key, opmath(self), self.shape, _compute_dtype(self.dtype))
+    """The gamma distribution of shape parameter `self` and rate 1; greater than 0.
+
+    Drawn by its logarithm, in which small ones do not vanish.
+    """
+    draw = jnp.exp(_log_gamma(key, self).astype(opmath(self).dtype))
+    return jnp.maximum(draw, jnp.finfo(self.dtype).tiny)
 
 
 @ops.lowering("aten::_standard_gamma_grad")
@@ -294,8 +324,35 @@ def _standard_gamma_grad(self, output):
 @ops.lowering("aten::_sample_dirichlet")
 def _sample_dirichlet(self, *, key):
     """The Dirichlet distribution. self: (..., n) concentrations. returns: (..., n), the last axis adds up to 1."""
-    # Gammas by their logarithms: those of small concentrations are too small for the float type.
-    return jax.nn.softmax(jax.random.loggamma(key, opmath(self), self.shape, _compute_dtype(self.dtype)), axis=-1)
+    return jax.nn.softmax(_log_gamma(key, self).astype(opmath(self).dtype), axis=-1)
+
+
+@ops.lowering("aten::_dirichlet_grad")
+def _dirichlet_grad(x, alpha, total):
+    """The derivative of a Beta(alpha, total - alpha) draw `x` by `alpha`, over `1 - x`: what Dirichlet's gradient needs.
+
+    The draw moves with the parameter by `-(dF/dalpha) / f`, F the distribution function and f the density (implicit
+    reparametrization, https://arxiv.org/abs/1805.08498). With psi the digamma function,
+
+        dF/dalpha = integral of f(t) (log t - psi(alpha) + psi(total)) dt over [0, x], or minus that over [x, 1];
+
+    the tail on x's side of the mean is taken. In y = log(x / t), or log((1 - x) / (1 - t)), it is smooth and decays,
+    and a double exponential rule of 80 points gives it to about 1e-7.
+    """
+    dtype = x.dtype
+    x, alpha, total = (opmath(v)[..., None] for v in (x, alpha, total))
+    beta = total - alpha
+    left = x * total < alpha
+    end = jnp.where(left, x, 1 - x)
+    p, q = jnp.where(left, alpha, beta), jnp.where(left, beta, alpha)
+    u = np.linspace(-4, 4, 80)
+    y = jnp.asarray(np.exp(u - np.exp(-u)), x.dtype) * jnp.maximum(1 / p, 1 / jnp.sqrt(p))
+    weight = y * jnp.asarray((1 + np.exp(-u)) * (u[1] - u[0]), x.dtype)
+    other = jnp.log1p(-end * jnp.exp(-y))
+    density = jnp.exp(-p * y + (q - 1) * (other - jnp.log1p(-end)))
+    mean_log = lax.digamma(alpha) - lax.digamma(total)
+    score = jnp.where(left, mean_log - jnp.log(x) + y, other - mean_log)
+    return (end / (1 - x) * (density * score * weight).sum(axis=-1, keepdims=True))[..., 0].astype(dtype)
 
 
 # -- dropout --------------------------------------------------------------------------------------
@@ -309,8 +366,8 @@ def native_dropout(input, p, train=True, *, key):
     """
     if train is False:
         return input, jnp.ones(input.shape, bool)
-    keep = 1 - jnp.asarray(p, _compute_dtype(input.dtype))
-    mask = jax.random.bernoulli(key, keep, input.shape)
+    keep = 1 - jnp.asarray(p, jnp.float32)
+    mask = _bernoulli(key, keep, input.shape)
     scale = jnp.where(keep == 0, 0, 1 / jnp.where(keep == 0, 1, keep))
     return jnp.where(mask, opmath(input) * scale, 0), mask
 
