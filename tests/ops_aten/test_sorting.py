@@ -30,7 +30,7 @@ def test_sort_puts_nan_above_everything(descending):
     assert_matches_torch(lambda x: torch.sort(x, descending=descending).values, sample((3, 4), torch.float64), grad=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[1:])  # torch has no topk of bools on CPU
 @pytest.mark.parametrize("largest", [True, False])
 def test_topk(largest, dtype):
     x = sample((4, 9), dtype)
@@ -46,7 +46,7 @@ def test_topk_of_different_numbers(largest):
     x = torch.randperm(24).reshape(2, 3, 4).double()
     assert_matches_torch(torch.topk, x, 2, 1, largest)
     assert_matches_torch(lambda t: torch.topk(t, 2, -1, largest).values, x, grad=True)
-    assert_matches_torch(lambda t: torch.topk(t, 5, -1, largest).values, SPECIAL)
+    assert_matches_torch(lambda t: torch.topk(t, 5, -1, largest).values + 0.0, SPECIAL)  # 0.0 and -0.0 are equal
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert_matches_torch(torch.topk, torch.tensor([-2.0, 3.0, -5.0, 0.0, 7.0], dtype=dtype), 4, 0, largest)
     integers = torch.tensor([-128, 127, 0, -1, 5], dtype=torch.int8)

@@ -7,7 +7,6 @@ from torchvision.ops import MultiScaleRoIAlign, ps_roi_align, ps_roi_pool, roi_a
 
 import torchax_core
 
-FLOATS = [torch.float32, torch.float64]
 SIZES = [  # image, regions, bins, scale
     ((2, 12, 10, 13), 9, (2, 3), 1.0),
     ((1, 4, 7, 9), 5, (2, 1), 0.5),
@@ -40,28 +39,33 @@ def of_image(op, rois, *args):
     return call
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("shape", "k", "bins", "scale"), SIZES)
-@pytest.mark.parametrize("sampling_ratio", [2, 3, -1])
-def test_roi_align(shape, k, bins, scale, sampling_ratio, dtype):
-    rois = regions(k, shape, scale, dtype)
-    for aligned in (False, True):
+def test_roi_align(shape, k, bins, scale, aligned):
+    rois = regions(k, shape, scale, torch.float64)
+    for sampling_ratio in (3 if aligned else 2, -1):
         op = of_image(roi_align, rois, bins, scale, sampling_ratio, aligned)
-        assert_matches_torch(op, sample(shape, dtype), grad=True)
+        assert_matches_torch(op, sample(shape, torch.float64), grad=True)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+def test_float32():
+    shape, k, bins, scale = SIZES[0]
+    rois, image = regions(k, shape, scale, torch.float32), sample(shape, torch.float32)
+    for op, args in ((roi_align, (2,)), (roi_pool, ()), (ps_roi_align, (2,)), (ps_roi_pool, ())):
+        assert_matches_torch(of_image(op, rois, bins, scale, *args), image, grad=True)
+
+
 @pytest.mark.parametrize(("shape", "k", "bins", "scale"), SIZES)
-def test_roi_pool(shape, k, bins, scale, dtype):
+def test_roi_pool(shape, k, bins, scale):
+    dtype = torch.float64
     rois = regions(k, shape, scale, dtype)
     assert_matches_torch(of_image(roi_pool, rois, bins, scale), sample(shape, dtype), grad=True)
     assert_matches_torch(of_image(torch.ops.torchvision.roi_pool, rois, scale, *bins), sample(shape, dtype))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("shape", "k", "bins", "scale"), SIZES[:4:2] + [((2, 8, 6, 6), 0, (2, 2), 1.0)])
-def test_position_sensitive(shape, k, bins, scale, dtype):
-    rois, image = regions(k, shape, scale, dtype), sample(shape, dtype)
+def test_position_sensitive(shape, k, bins, scale):
+    rois, image = regions(k, shape, scale, torch.float64), sample(shape, torch.float64)
     if k:
         rois = rois[[0, *range(2, k)]]  # torchvision divides 0 by 0 in a region without extent: below
     assert_matches_torch(of_image(ps_roi_pool, rois, bins, scale), image, grad=True)
@@ -79,16 +83,16 @@ def test_regions_without_extent():
     assert_matches_torch(of_image(ps_roi_align, rois, (2, 2), 1.0, -1), image)  # NaN
 
 
-@pytest.mark.parametrize("pooled", [3, 5, 7, 14])
+@pytest.mark.parametrize("pooled", [3, 7])
 def test_bins_fall_on_the_same_pixels(pooled):
     # one region of each whole length: XLA divides by a constant inexactly, which moved the end of every sixth bin
     lengths = torch.arange(1.0, 150)
     rois = torch.stack([0 * lengths, 0 * lengths, 0 * lengths, lengths, lengths], dim=1)
     image = torch.arange(150.0 * 150).reshape(1, 1, 150, 150)
     assert_matches_torch(of_image(roi_pool, rois, pooled), image)
-    assert_matches_torch(of_image(roi_align, rois, pooled, 1.0, -1), image, rtol=1e-5)
+    assert_matches_torch(of_image(roi_align, rois, pooled, 1.0, -1), image, rtol=1e-4)
     image = image.expand(1, pooled * pooled, 150, 150)
-    assert_matches_torch(of_image(ps_roi_pool, rois, pooled), image, rtol=1e-5)
+    assert_matches_torch(of_image(ps_roi_pool, rois, pooled), image, rtol=1e-4)
 
 
 def test_roi_pool_takes_the_first_of_equals_and_no_nan():

@@ -92,10 +92,12 @@ def packs(as_json: JsonOption = False) -> None:
     elif not rows:
         _print("No pack is in use, so no op runs on device 'jax'. Install one: pip install torchax-ops-aten")
     else:
-        shown = Table("pack", "distribution", "module", "serves", "definitions")
-        for row in rows:
+        shown = Table("pack", "distribution", "serves", "definitions")
+        for row, pack in zip(rows, table.packs, strict=True):
+            counts = [(len(pack.ops), "ops"), (len(pack.functions), "functions")]
+            serves = [*pack.namespaces, *(f"{count} {what}" for count, what in counts if count)]
             state = "[red]broken, left out" if row["error"] else str(row["definitions"])
-            shown.add_row(row["pack"], row["distribution"], row["module"], " ".join(row["serves"]), state)
+            shown.add_row(pack.name, pack.distribution, ", ".join(serves), state)
         Console().print(shown)
         for row in broken:
             _print(f"\n{row['error']}")

@@ -76,38 +76,54 @@ class JittedFunction:
         if active.trace is not None:
             return self.fn(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        program = self._program(leaves, spec)
+        if program is None:
+            return self.fn(*args, **kwargs)  # inside somebody's jax transformation: part of their program
+        return program.run(leaves)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The program for these arguments as jax's Lowered: `.as_text()`, `.compile().cost_analysis()`. Runs nothing.
+
+        Source: https://docs.jax.dev/en/latest/aot.html
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        program = self._program(leaves, spec)
+        if program is None:
+            raise RuntimeError(f"jit({self.name}).lower was called inside a jax transformation; call it outside.")
+        return program.lower(leaves)
+
+    def _program(self, leaves: list[Any], spec: Any) -> _Program | None:
+        """The program for these arguments, traced if there is none yet; None if an argument is traced already."""
         environment = current_env()
         key: list[Any] = [spec, environment, environment.version, *_torch_state()]
         stores: dict[int, int] = {}
         for i, leaf in enumerate(leaves):
-            cls = leaf.__class__
-            if cls is Tensor:
+            if isinstance(leaf, torch.Tensor):
+                if not isinstance(leaf, Tensor):
+                    leaf = leaves[i] = leaf.to(DEVICE_TYPE)
+                if is_traced(leaf._store.array):
+                    return None
                 key.append(leaf._aval)
                 key.append(leaf.requires_grad)
                 first = stores.setdefault(id(leaf._store), i)
                 if first != i:
-                    key.append(first)
-            elif isinstance(leaf, torch.Tensor):
-                if not isinstance(leaf, Tensor):
-                    leaf = leaves[i] = leaf.to(DEVICE_TYPE)
-                key.append(leaf._aval)
-                key.append(leaf.requires_grad)
-            elif isinstance(leaf, (jax.Array, jax.core.Tracer)):
+                    key.append(first)  # two arguments over one storage
+            elif isinstance(leaf, jax.core.Tracer):
+                return None
+            elif isinstance(leaf, jax.Array):
                 key.append(jax.typeof(leaf))
             else:
                 key.append(_static(leaf, self.name))
-            if is_traced(leaf._store.array if isinstance(leaf, Tensor) else leaf):
-                return self.fn(*args, **kwargs)  # inside somebody's jax transformation: part of their program
         signature = tuple(key)
         programs = self._programs.setdefault(signature, [])
         failed = ""
         for program in programs:
             failed = program.failed_guard()
             if not failed:
-                return program.run(leaves)
+                return program
         program = self._compile(signature, leaves, spec, environment, failed)
         programs.insert(0, program)
-        return program.run(leaves)
+        return program
 
     def explain(self) -> str:
         """Why each compile happened, one line each."""
@@ -350,7 +366,7 @@ class _Program:
             self.differentiable = DifferentiableProgram(run)
         self.text = str(self.jaxpr)
         for program in known:
-            if program.text == self.text and program.donated == self.donated and not self.jaxpr.consts:
+            if program.text == self.text and program.donated == self.donated and _equal(program.jaxpr.consts, self.jaxpr.consts):
                 self.compiled = program.compiled
                 return
         numbers = tuple(first + i for i, give in enumerate(self.donated) if give)
@@ -383,9 +399,28 @@ class _Program:
 
     def run(self, leaves: list[Any]) -> Any:
         """Run on these arguments: gather inputs, call the program, put its outputs where they belong."""
-        random = self.environment.random
         if self.differentiable is not None:
             return self._run_differentiable(leaves)
+        outputs = self.compiled(*self._inputs(leaves))
+        self.environment.random.count += self.draws
+        for target, at in self.writes:
+            if target.__class__ is Storage:
+                target.write(outputs[at])
+            else:
+                leaves[target]._write(outputs[at])
+        self._put(leaves, outputs)
+        results = [
+            r if r.__class__ is not _Result else outputs[r.index] if r.aval is None else make_tensor(outputs[r.index], r.aval)
+            for r in self.results
+        ]
+        return pytree.tree_unflatten(results, self.result_spec)
+
+    def lower(self, leaves: list[Any]) -> Any:
+        """The program lowered for these arguments, not run."""
+        return self.compiled.lower(*self._inputs(leaves))
+
+    def _inputs(self, leaves: list[Any]) -> list[Any]:
+        random = self.environment.random
         inputs: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
         for place in self.argument_places:
             leaf = leaves[place]
@@ -400,19 +435,7 @@ class _Program:
                 inputs.append(array)
             else:
                 inputs.append(self.hosts[i]())
-        outputs = self.compiled(*inputs)
-        random.count += self.draws
-        for target, at in self.writes:
-            if target.__class__ is Storage:
-                target.write(outputs[at])
-            else:
-                leaves[target]._write(outputs[at])
-        self._put(leaves, outputs)
-        results = [
-            r if r.__class__ is not _Result else outputs[r.index] if r.aval is None else make_tensor(outputs[r.index], r.aval)
-            for r in self.results
-        ]
-        return pytree.tree_unflatten(results, self.result_spec)
+        return inputs
 
     def _put(self, leaves: list[Any], outputs: Any) -> None:
         for tensor, grad, at, _aval in self.grad_sets:
@@ -508,6 +531,14 @@ def _difference(old: Any, new: Any) -> str:
             what = _PARTS[i] if i < len(_PARTS) else "an argument"
             return f"{what} changed" + (f" from {a} to {b}" if what == "an argument" else "")
     return "number of arguments changed" if len(old) != len(new) else "cache cleared"
+
+
+def _equal(some: list[Any], others: list[Any]) -> bool:
+    """Whether the constants of two programs are the same, looking at the small ones and comparing the rest by identity."""
+    return len(some) == len(others) and all(
+        a is b or (a.shape == b.shape and a.dtype == b.dtype and a.size <= 16 and np.array_equal(a, b))
+        for a, b in zip(some, others, strict=True)
+    )
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:

@@ -111,17 +111,17 @@ class Trace:
     def lift(self, tensor: Tensor) -> None:
         """Make the tensor's storage an input of the program, if it is not one yet and was not made inside."""
         store = tensor._store
+        if id(store) not in self.lifted:
+            # made inside: out of the program's values, or out of constants
+            if is_traced(store.array) or id(store) in self._born_ids:
+                return
+            entry = Lifted(store, self._placeholder(jax.typeof(store.array)))
+            self.lifted[id(store)] = entry
+            store.write(entry.tracer)
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = (tensor, store)
             if tensor.requires_grad and tensor.is_leaf:
                 self.grads[id(tensor)] = (tensor, torch.Tensor.grad.__get__(tensor))  # type: ignore[attr-defined]
-        if id(store) in self.lifted or is_traced(store.array):
-            return
-        if id(store) in self._born_ids:
-            return  # made inside, out of concrete values: a constant
-        entry = Lifted(store, self._placeholder(jax.typeof(store.array)))
-        self.lifted[id(store)] = entry
-        store.write(entry.tracer)
 
     def host_input(self, read: Callable[[], Any]) -> Any:
         """A traced array for a value read from the host (a learning rate, a generator's draw) before every call."""

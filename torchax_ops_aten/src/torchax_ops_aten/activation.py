@@ -16,6 +16,7 @@ from jax import lax
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import INT_TO_FLOAT, SAME, opmath
+from torchax_ops_aten.random import uniform
 
 ops = OpSet("torchax_ops_aten.activation")
 
@@ -140,7 +141,7 @@ def rrelu_with_noise_functional(self, noise, lower=0.125, upper=1 / 3, training=
     """
     if not training:
         return leaky_relu(self, (lower + upper) / 2), noise
-    slopes = jax.random.uniform(key, self.shape, self.dtype) * (upper - lower) + lower
+    slopes = uniform(self, key=key) * (upper - lower) + lower
     noise = jnp.where(self <= 0, slopes, 1)
     return self * noise, noise
 

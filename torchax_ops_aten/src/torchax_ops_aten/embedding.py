@@ -27,8 +27,8 @@ def _rows(weight: jax.Array, indices: jax.Array) -> jax.Array:
 def _sum_rows(rows: jax.Array, indices: jax.Array, count: int, padding_idx: int) -> jax.Array:
     """`rows` (k, d) added up by `indices` (k,) into (count, d), less those of `padding_idx`."""
     indices = jnp.where(indices == padding_idx, count, indices).astype(jnp.int32)
-    return jnp.zeros((count, *rows.shape[1:]), rows.dtype).at[indices].add(
-        rows, mode="drop", wrap_negative_indices=False
+    return (
+        jnp.zeros((count, *rows.shape[1:]), rows.dtype).at[indices].add(rows, mode="drop", wrap_negative_indices=False)
     )
 
 
@@ -167,7 +167,7 @@ def _embedding_bag_backward(
     """:func:`_embedding_bag_dense_backward`; torch's own would divide into a dense and a sparse one here."""
     if sparse:
         raise NotImplementedError(
-            "aten::_embedding_bag_backward: `sparse=True` makes a sparse gradient, which device \"jax\" has none of. "
+            'aten::_embedding_bag_backward: `sparse=True` makes a sparse gradient, which device "jax" has none of. '
             "Use torch.nn.EmbeddingBag(..., sparse=False)."
         )
     return _embedding_bag_dense_backward(

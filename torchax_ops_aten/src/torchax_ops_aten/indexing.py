@@ -1,4 +1,4 @@
-"""Reading and writing by position: index, index_put, gather, scatter, index_*, masked_*, *_scatter, and their backwards.
+"""Reading and writing by position: index, index_put, gather, scatter, index_*, masked_*, *_scatter, their backwards.
 
 Negative indices count from the end, as in torch. An index out of range, which CPU torch refuses with an IndexError,
 cannot be refused by compiled code: a read then takes the nearest element and a write is dropped, as XLA does.
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax_core.errors import ShapeError
 from torchax_core.opset import OpSet
 from torchax_core.promotion import SAME, opmath
 
@@ -114,14 +113,13 @@ def _reduce(
 def _index_tuple(self: jax.Array, indices: Sequence[Any]) -> tuple[Any, ...]:
     """`indices` (integer tensors, or None for a whole dimension) as an index for `.at[]`, negatives wrapped."""
     return tuple(
-        slice(None) if index is None else _wrap(index, size)
-        for index, size in zip(indices, self.shape, strict=False)
+        slice(None) if index is None else _wrap(index, size) for index, size in zip(indices, self.shape, strict=False)
     )
 
 
 @ops.lowering("aten::index.Tensor", "aten::_unsafe_index.Tensor")
 def index_tensor(self, indices):
-    """`self[indices]` for integer indices; those that are masks are for :func:`index_with_mask`.
+    """`self[indices]` for integer indices. Calls with masks go to :func:`index_with_mask`.
 
     indices: an integer tensor per dimension, or None to take all of it; the tensors broadcast together.
     returns: their broadcast shape in place of the indexed dimensions, or first if those are not neighbours.
@@ -129,25 +127,33 @@ def index_tensor(self, indices):
     return self.at[_index_tuple(self, indices)].get(**_AS_IS)
 
 
-def _has_mask(self: Any, indices: Sequence[Any]) -> bool:
+def _has_mask(self: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> bool:
+    """Whether a call of aten::index reads through a mask."""
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 @ops.data_dependent_case(
     "aten::index.Tensor",
     when=_has_mask,
-    instead="keep the shape with `torch.where(mask, x, fill)`, or bound it with `x[torch.nonzero_static(mask, size=n)[:, 0]]`",
+    instead="keep the shape with `torch.where(mask, x, fill)`, or bound it with "
+    "`x[torch.nonzero_static(mask, size=n)[:, 0]]`",
 )
 def index_with_mask(self, indices):
     """`self[indices]` where some indices are bool (or uint8) masks, whose True elements are taken, in order.
 
-    The shape depends on the data, so this runs unjitted on concrete arrays. The positions are found on the host. A
-    number of them not seen before must not cost a compilation each time, so on CPU, where the host has the elements
-    too, numpy takes them; elsewhere they are taken at a rounded number of positions and cut to size.
+    The positions are found on the host. A number of them not seen before must not cost a compilation each time, so on
+    CPU, where the host has the elements too, numpy takes them; elsewhere they are taken at a rounded number of
+    positions and cut to size.
     """
     positions: list[Any] = []
     for index in indices:
         if _is_mask(index):
+            at = len(positions)
+            if self.shape[at : at + index.ndim] != index.shape:
+                raise IndexError(
+                    f"The shape of the mask {list(index.shape)} at index {at} does not match the shape of the indexed "
+                    f"tensor {list(self.shape)} at index {at}"
+                )
             positions.extend(np.nonzero(np.asarray(index)))
         else:
             positions.append(index)
@@ -203,7 +209,8 @@ def _masked_put(self: jax.Array, indices: Sequence[Any], values: jax.Array, accu
     first = next(i for i, index in enumerate(indices) if index is not None)
     mask = indices[first] != 0
     after = self.ndim - first - mask.ndim
-    values = values.reshape((1,) * (first + 1 + after - values.ndim) + values.shape)
+    ndim = first + 1 + after
+    values = values.reshape((1,) * (ndim - values.ndim) + values.shape[max(values.ndim - ndim, 0) :])
     count = values.shape[first]
     if count == 0:
         return self
@@ -304,7 +311,7 @@ def masked_select(self, mask):
 @ops.lowering("aten::nonzero", data_dependent="torch.nonzero_static(self, size=...)")
 def nonzero(self):
     """The positions of the elements that are not 0. self: (...) of n dimensions. returns: (count, n), int64."""
-    mask = np.asarray(self if self.dtype == jnp.bool_ else self != 0)
+    mask = np.asarray(self) != 0 if _on_host(self) else np.asarray(self != 0)
     # numpy has no nonzero of a 0-d array.
     found = np.stack(np.nonzero(mask), axis=-1) if mask.ndim else np.empty((int(mask), 0))
     return jax.device_put(found.astype(np.int64), self.sharding if _on_host(self) else None)

@@ -378,8 +378,8 @@ def linalg_ldl_factor_ex(self, *, hermitian=False, check_errors=False):
     """LAPACK's compact LDL of a symmetric (or Hermitian) matrix of which the lower triangle is read.
 
     self:    (..., n, n).
-    returns: L and D in one (..., n, n); int32 pivots (..., n), 1-based, two equal negative ones for a 2 by 2 block of D;
-             info (...), the index of the first zero on D's diagonal. The upper triangle is the input's.
+    returns: L and D in one (..., n, n), 0 above the diagonal; int32 pivots (..., n), 1-based, two equal negative ones
+             for a 2 by 2 block of D; info (...), the index of the first zero on D's diagonal.
     """
     hermitian = hermitian and jnp.iscomplexobj(self)
     factor = jnp.vectorize(lambda a: _bunch_kaufman(a, hermitian), signature="(n,n)->(n,n),(n),()")
@@ -446,12 +446,12 @@ def _bunch_kaufman(a: jax.Array, hermitian: bool) -> tuple[jax.Array, jax.Array,
 
     first = (jnp.zeros((), index.dtype), start, jnp.zeros(n, jnp.int32), jnp.zeros((), jnp.int32))
     _, m, pivots, info = lax.while_loop(lambda state: state[0] < n, step, first)
-    return jnp.tril(m) + jnp.triu(a, 1), pivots, info
+    return jnp.tril(m), pivots, info
 
 
 @ops.lowering("aten::linalg_ldl_solve")
 def linalg_ldl_solve(LD, pivots, B, *, hermitian=False):
-    """X with `A @ X = B`, from the compact LDL (..., n, n) and pivots (..., n) of `linalg_ldl_factor_ex`; B (..., n, k)."""
+    """X with `A @ X = B`, from A's compact LDL (..., n, n) and pivots (..., n); B (..., n, k)."""
     hermitian = hermitian and jnp.iscomplexobj(LD)
     ld, b, steps = _batched(LD, B, pivots[..., None])
     if b.size == 0:
@@ -464,14 +464,13 @@ def linalg_ldl_solve(LD, pivots, B, *, hermitian=False):
 
     d = jnp.diagonal(ld, axis1=-2, axis2=-1)
     d = d.real.astype(d.dtype) if hermitian else d
-    beside = jnp.where(starts, jnp.roll(jnp.diagonal(jnp.roll(ld, -1, -2), axis1=-2, axis2=-1), 0, -1), 0)
+    beside = jnp.where(starts, jnp.diagonal(jnp.roll(ld, -1, -2), axis1=-2, axis2=-1), 0)
     above = jnp.conj(beside) if hermitian else beside
     ends = jnp.roll(starts, 1, -1)
     determinant = d * jnp.roll(d, -1, -1) - beside * above
     at_start = (jnp.roll(d, -1, -1)[..., None] * y - above[..., None] * jnp.roll(y, -1, -2)) / determinant[..., None]
-    at_end = (jnp.roll(d, 1, -1)[..., None] * y - jnp.roll(beside, 1, -1)[..., None] * jnp.roll(y, 1, -2)) / jnp.roll(
-        determinant, 1, -1
-    )[..., None]
+    at_end = jnp.roll(d, 1, -1)[..., None] * y - jnp.roll(beside, 1, -1)[..., None] * jnp.roll(y, 1, -2)
+    at_end = at_end / jnp.roll(determinant, 1, -1)[..., None]
     y = jnp.where(starts[..., None], at_start, jnp.where(ends[..., None], at_end, y / d[..., None]))
 
     y = lax.linalg.triangular_solve(lower, y, **options, transpose_a=True, conjugate_a=hermitian)

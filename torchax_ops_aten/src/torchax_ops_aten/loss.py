@@ -1,7 +1,7 @@
 """Losses: nll_loss, the margin losses, CTC, and their backwards.
 
-The pointwise losses (mse, smooth_l1, huber, binary_cross_entropy, soft_margin) are left to torch's decompositions, which
-compile to the same program. `reduction` is 0 for none, 1 for the mean and 2 for the sum.
+The pointwise losses (mse, smooth_l1, huber, binary_cross_entropy, soft_margin) are left to torch's decompositions,
+which compile to the same programs. `reduction` is 0 for none, 1 for the mean and 2 for the sum.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=1):
     """The mean over classes j of `weight[y] * max(0, margin - self[y] + self[j]) ** p`, y the target, j other than y.
 
     self: (n, classes) or (classes,); target: (n,), (1,) or (); weight: None or (classes,); p: 1 or 2.
-    returns: (n,), (), or () if reduced.
+    returns: (n,), or () if reduced. Without a batch (1,), as torch's meta kernel has it (its CPU kernel: ()).
     """
     x = opmath(self).reshape(-1, self.shape[-1]) if self.ndim else opmath(self).reshape(1, 1)
     y = target.reshape(-1, 1).astype(jnp.int32)
@@ -102,7 +102,7 @@ def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=1):
         loss = loss * opmath(weight).at[y].get(mode="promise_in_bounds")
     loss = jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 1) == y, 0, loss)
     loss = loss.sum(axis=1) / x.shape[1]
-    return _reduced(loss, reduction).reshape(target.shape if reduction == _NONE and self.ndim > 1 else ())
+    return _reduced(loss, reduction)
 
 
 @ops.lowering("aten::multi_margin_loss_backward", static=("p",))
@@ -118,7 +118,8 @@ def multilabel_margin_loss_forward(self, target, reduction):
 
     self:    (n, classes) or (classes,).
     target:  the same shape: the target classes of each row, up to the first -1.
-    returns: the loss, (n,) or (), or () if reduced; 1 at the classes that are targets, 0 elsewhere, like `target`.
+    returns: the loss, (n,), or () if reduced; 1 at the classes that are targets, 0 elsewhere, like `target`. Without
+             a batch the loss is (1,), as torch's meta kernel has it (its CPU kernel: ()).
     """
     classes = self.shape[-1] if self.ndim else 1
     x = opmath(self).reshape(-1, classes)
@@ -129,8 +130,7 @@ def multilabel_margin_loss_forward(self, target, reduction):
     picked = jnp.take_along_axis(x, jnp.maximum(y, 0), 1, mode="promise_in_bounds")
     pairs = _hinge(1 - picked[:, :, None] + x[:, None, :])
     loss = jnp.where(listed[:, :, None] & ~is_target[:, None, :], pairs, 0).sum(axis=(1, 2)) / max(classes, 1)
-    shape = self.shape[:-1] if reduction == _NONE else ()
-    return _reduced(loss, reduction).reshape(shape), is_target.astype(self.dtype).reshape(target.shape)
+    return _reduced(loss, reduction), is_target.astype(self.dtype).reshape(target.shape)
 
 
 @ops.lowering("aten::multilabel_margin_loss_backward")

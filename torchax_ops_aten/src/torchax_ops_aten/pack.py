@@ -12,6 +12,7 @@ TORCHAX_NAMESPACES = ("aten", "prims")
 FAMILIES = (
     "activation",
     "attention",
+    "autocast",
     "comparison",
     "conv",
     "copying",

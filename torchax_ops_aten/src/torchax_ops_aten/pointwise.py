@@ -213,6 +213,17 @@ def _exp2(x: jax.Array) -> jax.Array:
     return lax.pow(jnp.full_like(x, 2), x)
 
 
+def _logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`log(exp(x) + exp(y))`. Of complex numbers the imaginary part is not wrapped, as jnp.logaddexp would."""
+    if not _is_complex(x):
+        return jnp.logaddexp(x, y)
+    first = x.real >= y.real
+    larger, smaller = jnp.where(first, x, y), jnp.where(first, y, x)
+    same_infinity = jnp.isinf(larger.real) & (larger.real == smaller.real)
+    value = larger + jnp.log1p(jnp.exp(smaller - larger))
+    return jnp.where(same_infinity, jnp.where(smaller.real < 0, smaller, jnp.log(jnp.exp(x) + jnp.exp(y))), value)
+
+
 def _sinc(x: jax.Array) -> jax.Array:
     scaled = math.pi * jnp.where(x == 0, 1, x)
     return jnp.where(x == 0, 1, lax.sin(scaled) / scaled)
@@ -238,7 +249,7 @@ ops.table(
         "aten::log10": _exact_logarithm(10),
         "aten::log1p": lax.log1p,
         "aten::log2": _exact_logarithm(2),
-        "aten::logaddexp": jnp.logaddexp,
+        "aten::logaddexp": _logaddexp,
         "aten::logaddexp2": jnp.logaddexp2,
         "aten::rad2deg": jnp.rad2deg,
         "aten::reciprocal": lambda x: 1 / x,

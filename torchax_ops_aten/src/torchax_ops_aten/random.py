@@ -1,7 +1,7 @@
 """Random numbers: rand, normal, bernoulli, multinomial, dropout and the other distributions.
 
 Every op asks for a `key`, which the environment splits from its own or takes from the call's torch.Generator, and the
-same key gives the same numbers, eager or compiled. Only the distributions are torch's, not the numbers: those are JAX's.
+same key gives the same numbers, eager or compiled. Only the distributions are torch's; the numbers are JAX's.
 The functional twins are registered (`normal_functional`, `uniform`, `bernoulli.p`, ...); `normal_` and the like follow.
 Half types draw on their own grid where an end of the range is excluded, since rounding from float32 could reach it.
 """
@@ -20,6 +20,7 @@ from jax import lax
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import opmath
+from torchax_ops_aten.reductions import argmax
 
 ops = OpSet("torchax_ops_aten.random")
 
@@ -271,7 +272,7 @@ def multinomial(self, num_samples, replacement=False, *, key):
         # The smallest exponential variables of rates `weights` are a draw without replacement, in order.
         score = jnp.log(weights) - jnp.log(_exponential(key, weights.shape, weights.dtype))
         if num_samples == 1:
-            return jnp.argmax(score, axis=-1, keepdims=True)
+            return argmax(score, -1, keepdim=True)
         return lax.top_k(score, num_samples)[1].astype(jnp.int64)
     # A parallel sum may round weights of 0 into small steps, which could be drawn: only others make steps.
     ends = lax.cummax(jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0), axis=weights.ndim - 1)
@@ -329,7 +330,7 @@ def _sample_dirichlet(self, *, key):
 
 @ops.lowering("aten::_dirichlet_grad")
 def _dirichlet_grad(x, alpha, total):
-    """The derivative of a Beta(alpha, total - alpha) draw `x` by `alpha`, over `1 - x`: what Dirichlet's gradient needs.
+    """The derivative of a Beta(alpha, total - alpha) draw `x` by `alpha`, over `1 - x`, for Dirichlet's gradient.
 
     The draw moves with the parameter by `-(dF/dalpha) / f`, F the distribution function and f the density (implicit
     reparametrization, https://arxiv.org/abs/1805.08498). With psi the digamma function,
@@ -337,7 +338,7 @@ def _dirichlet_grad(x, alpha, total):
         dF/dalpha = integral of f(t) (log t - psi(alpha) + psi(total)) dt over [0, x], or minus that over [x, 1];
 
     the tail on x's side of the mean is taken. In y = log(x / t), or log((1 - x) / (1 - t)), it is smooth and decays,
-    and a double exponential rule of 80 points gives it to about 1e-7.
+    and a double exponential rule of 80 points gives it to 1e-8, in float64, for parameters up to some hundreds.
     """
     dtype = x.dtype
     x, alpha, total = (opmath(v)[..., None] for v in (x, alpha, total))

@@ -132,16 +132,39 @@ def all_dims(self, dim=None, keepdim=False):
 # -- extremes ------------------------------------------------------------------------------------
 
 
-@ops.lowering("aten::amax", "aten::max")
+@ops.lowering("aten::amax")
 def amax(self, dim=(), keepdim=False):
     """The maximum over `dim`, or over all; NaN if there is one."""
     return jnp.max(self, axis=axes_of(self, dim), keepdims=keepdim)
 
 
-@ops.lowering("aten::amin", "aten::min")
+@ops.lowering("aten::amin")
 def amin(self, dim=(), keepdim=False):
     """The minimum over `dim`, or over all; NaN if there is one."""
     return jnp.min(self, axis=axes_of(self, dim), keepdims=keepdim)
+
+
+def _refuse_empty(op: str, x: jax.Array) -> None:
+    """torch's own error; the meta kernels of `max` and `min` do not raise it."""
+    if x.size == 0:
+        raise RuntimeError(
+            f"{op}(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the "
+            "'dim' argument."
+        )
+
+
+@ops.lowering("aten::max")
+def max_(self):
+    """The maximum of all elements; NaN if there is one. returns: ()"""
+    _refuse_empty("max", self)
+    return jnp.max(self)
+
+
+@ops.lowering("aten::min")
+def min_(self):
+    """The minimum of all elements; NaN if there is one. returns: ()"""
+    _refuse_empty("min", self)
+    return jnp.min(self)
 
 
 @ops.lowering("aten::aminmax", "aten::_aminmax", "aten::_aminmax.dim")

@@ -63,6 +63,8 @@ def topk(self, k, dim=-1, largest=True, sorted=True):
     x = jnp.moveaxis(self, dim, -1)
     keys = x.astype(np.int8) if x.dtype == np.bool_ else x
     if largest:
+        if jnp.issubdtype(keys.dtype, jnp.floating):
+            keys = jnp.where(jnp.isnan(keys), jnp.nan, keys)  # lax.top_k puts NaNs of negative sign last
         values, indices = lax.top_k(keys, k)
     else:
         _, indices = lax.top_k(_order_reversed(keys), k)

@@ -161,18 +161,30 @@ _MOST_SHIFTS = 4096  # bounds the loop of `_zeta` for huge negative arguments, w
 def _zeta(x: jax.Array, q: jax.Array) -> jax.Array:
     """The Hurwitz zeta function: the sum of `(q + k)**-x` over k = 0, 1, 2, ...
 
-    JAX's is only right for `q` above -9: terms are split off until `q` is not negative.
+    inf at its poles (`x == 1`, `q` = 0, -1, -2, ...), NaN where it is not defined or, for `x < 1`, the sum diverges.
+    JAX's is only right for `q` above -9: terms are split off until `q` is positive.
     """
     x, q = jnp.broadcast_arrays(x, q)
+    pole = (q <= 0) & (q == jnp.floor(q))
+    undefined = (q < 0) & (x != jnp.floor(x))
+    value = _zeta_inside(x, jnp.where(pole | undefined, 1, q))
+    value = jnp.where(pole, jnp.inf, jnp.where(undefined, jnp.nan, value))
+    value = jnp.where(x == 1, jnp.inf, jnp.where(x < 1, jnp.nan, value))
+    return jnp.where(jnp.isnan(x), x, value)
+
+
+def _zeta_inside(x: jax.Array, q: jax.Array) -> jax.Array:
+    # terms left and right of 0 may cancel, so both are summed one by one before the rest is added
+    limit = jnp.where(q < 0, 2, -jnp.inf)
 
     def step(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         count, total, q = state
-        below = q < 0
+        below = q < limit
         return count + 1, jnp.where(below, total + jnp.power(q, -x), total), jnp.where(below, q + 1, q)
 
     def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         count, _, q = state
-        return (count < _MOST_SHIFTS) & jnp.any(q < 0)
+        return (count < _MOST_SHIFTS) & jnp.any(q < limit)
 
     _, total, q = lax.while_loop(unfinished, step, (jnp.int32(0), jnp.zeros_like(q), q))
     return total + lax.zeta(x, q)
@@ -184,11 +196,10 @@ def _digamma(x: jax.Array) -> jax.Array:
 
 
 def _trigamma(x: jax.Array) -> jax.Array:
-    """zeta(2, x); left of 0 by reflection, which holds however far."""
+    """zeta(2, x); left of 0 by reflection. As in torch, the poles there are hit as closely only as pi is."""
     mirrored = jnp.where(x < 0, 1 - x, x)
-    sine = jnp.sin(math.pi * (x - jnp.round(x)))
     value = lax.zeta(jnp.full_like(x, 2), mirrored)
-    return jnp.where(x < 0, (math.pi / sine) ** 2 - value, value)
+    return jnp.where(x < 0, (math.pi / jnp.sin(math.pi * x)) ** 2 - value, value)
 
 
 @ops.lowering("aten::polygamma", promote=INT_TO_FLOAT)

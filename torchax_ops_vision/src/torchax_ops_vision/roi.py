@@ -145,11 +145,12 @@ def _sample(axis: _Axis, i: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     # Bins that are done repeat their last sample, with weight 0: whatever is in the pixels of others does not matter.
     sample = jnp.minimum(i, axis.count - 1).astype(axis.start.dtype)
     at = axis.start + (sample + 0.5) * axis.bin_size / axis.count.astype(axis.start.dtype)
-    counts = (at >= -1) & (at <= axis.length) & (i < axis.count)
-    at = jnp.where(counts, jnp.maximum(at, 0), 0)
+    inside = (at >= -1) & (at <= axis.length)  # False for NaN
+    at = jnp.where(inside, jnp.maximum(at, 0), 0)
     last = axis.length - 1
     low = jnp.minimum(jnp.floor(at).astype(jnp.int32), last)
     above = jnp.where(low == last, 0, at - low.astype(at.dtype))
+    counts = inside & (i < axis.count)
     return [(low, jnp.where(counts, 1 - above, 0)), (jnp.minimum(low + 1, last), jnp.where(counts, above, 0))]
 
 
