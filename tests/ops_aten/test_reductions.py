@@ -7,7 +7,16 @@ import torch
 
 from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
-NUMBERS = [torch.bool, torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+NUMBERS = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
 NAN = torch.tensor([[1.0, math.nan, 3.0], [2.0, -1.0, 2.0], [math.nan, math.nan, math.nan], [math.inf, 0.0, -math.inf]])
 
 
@@ -147,7 +156,9 @@ def test_gradients_of_moments():
     for fn in (torch.var, torch.std, torch.logsumexp, torch.prod):
         assert_matches_torch(fn, x, 1, grad=True)
     assert_matches_torch(torch.var, x + 1e4, 0)
-    assert_matches_torch(torch.prod, torch.tensor([[0.0, 2.0], [0.0, 0.0], [1.0, 3.0]], dtype=torch.float64), 1, grad=True)
+    assert_matches_torch(
+        torch.prod, torch.tensor([[0.0, 2.0], [0.0, 0.0], [1.0, 3.0]], dtype=torch.float64), 1, grad=True
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64])

@@ -27,7 +27,9 @@ def test_stable_sort(descending, dtype):
 @pytest.mark.parametrize("descending", [False, True])
 def test_sort_puts_nan_above_everything(descending):
     assert_matches_torch(torch.sort, SPECIAL, stable=True, descending=descending)
-    assert_matches_torch(lambda x: torch.sort(x, descending=descending).values, sample((3, 4), torch.float64), grad=True)
+    assert_matches_torch(
+        lambda x: torch.sort(x, descending=descending).values, sample((3, 4), torch.float64), grad=True
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])  # torch has no topk of bools on CPU

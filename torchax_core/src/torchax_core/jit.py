@@ -251,7 +251,7 @@ class _Program:
         try:
             with tracing_optimizers(), torch.autograd.set_multithreading_enabled(False):
                 args, kwargs = pytree.tree_unflatten(inner, self.spec)
-                result = self.owner.fn(*args, **kwargs)
+                result = [self.owner.fn(*args, **kwargs)]
                 argument_grads = [
                     (place, inner[place].grad)
                     for place in placeholders
@@ -272,7 +272,7 @@ class _Program:
         return outputs
 
     def _collect(
-        self, trace: Trace, result: Any, placeholders: dict[int, tuple[Storage, Any]], argument_grads: list[Any]
+        self, trace: Trace, result: list[Any], placeholders: dict[int, tuple[Storage, Any]], argument_grads: list[Any]
     ) -> list[Any]:
         """The program's outputs: results, new values of what was written, gradients, and what was made and kept."""
         outputs: list[Any] = []
@@ -284,7 +284,8 @@ class _Program:
                 outputs.append(array)
             return places[id(array)]
 
-        flat, self.result_spec = pytree.tree_flatten(result)
+        # taken out of its list, so that this frame holds the only reference, and lets go of it below
+        flat, self.result_spec = pytree.tree_flatten(result.pop())
         wants_grad = False
         self.results: list[Any] = []
         for leaf in flat:
@@ -296,7 +297,7 @@ class _Program:
                 self.results.append(_Result(out(leaf), None))
             else:
                 self.results.append(leaf)
-        del flat, result, leaf
+        flat = leaf = None
         self.wants_grad = wants_grad and not trace.backward_ran
         grads: list[Any] = []
         for tensor, initial in trace.grads.values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import sys
 import threading
 import warnings
@@ -34,7 +35,7 @@ from torchax_core.errors import (
 )
 from torchax_core.opset import Definition, ViewDefinition
 from torchax_core.symbolic import array_of_symbol
-from torchax_core.tensor import Aval, Tensor, active, make_tensor
+from torchax_core.tensor import Aval, Tensor, active, contiguous_stride, make_tensor
 from torchax_core.variants import Variant, op_name
 from torchax_core.view import ROOT, Path, View, make_view
 
@@ -43,6 +44,11 @@ __all__ = ["CaseKernel", "DataDependentKernel", "DirectKernel", "LoweringKernel"
 # What the schema says of an argument, as far as a call needs to know.
 _TENSOR, _TENSORS, _SCALAR, _STATIC, _GENERATOR = "tensor", "tensors", "scalar", "static", "generator"
 
+_PLAIN_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_INTEGERS_ONLY = frozenset(
+    {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "gcd", "lcm", "bitwise_left_shift", "bitwise_right_shift"}
+    | {"__and__", "__or__", "__xor__", "__lshift__", "__rshift__"}
+)
 _LEFT_OUT = frozenset({"layout", "device", "pin_memory", "memory_format", "non_blocking", "generator"})
 _CPU_INDICES = frozenset({"index", "index_put", "_unsafe_index", "_unsafe_index_put", "_index_put_impl"})
 
@@ -308,10 +314,39 @@ class LoweringKernel:
 
     def _result_avals(self, metas: dict[str, Any], kwargs: dict[str, Any]) -> list[Any] | None:
         """Run the op on meta tensors: torch's checks and errors, and the avals of the results. None without a meta kernel."""
+        quick = self._pointwise_aval(metas)
+        if quick is not None:
+            return [quick]
         outs = run_on_meta(self.func, self.arguments, metas)
         if outs is None:
             return None
         return avals_of(outs, len(self.schema.returns))
+
+    def _pointwise_aval(self, metas: dict[str, Any]) -> Aval | None:
+        """The result of a pointwise op where there is nothing to check: contiguous floating operands, one of them as large
+        as the result. torch's meta kernels for these are Python, and the first of them imports all of torch._dynamo."""
+        promote = self.definition.promote
+        if (
+            torch.Tag.pointwise not in self.func.tags
+            or promote.kind is None
+            or promote.arguments
+            or self.schema.name.partition("::")[2] in _INTEGERS_ONLY
+            or len(self.schema.returns) != 1
+        ):
+            return None
+        tensors = [m for n, m in metas.items() if isinstance(m, torch.Tensor)]
+        if not tensors or any(
+            t.dtype not in _PLAIN_FLOATS or t.stride() != contiguous_stride(tuple(t.shape)) for t in tensors
+        ):
+            return None
+        largest = max((tuple(t.shape) for t in tensors), key=lambda shape: (len(shape), math.prod(shape)))
+        for t in tensors:
+            if any(n not in (1, m) for n, m in zip(reversed(t.shape), reversed(largest), strict=False)):
+                return None  # it does not broadcast, or to something larger still
+        if any(isinstance(v, (list, tuple)) or isinstance(v, complex) for v in metas.values()):
+            return None
+        _, dtype = elementwise_dtypes(*self._promoting(metas, tuple(metas)), type_promotion_kind=promote.kind)
+        return Aval.contiguous(largest, dtype)
 
     def _avals_by_tracing(self, body: Callable[..., Any], arrays: list[Any]) -> list[Any]:
         shapes = jax.eval_shape(body, *arrays)
@@ -414,19 +449,23 @@ class LoweringKernel:
             return template
         taking = promote.arguments or tuple(n for n in template if kinds[n] in (_TENSOR, _TENSORS, _SCALAR, _STATIC))
         if promote.kind is not None:
-            parts = _leaves([metas[n] for n in taking if n in metas and kinds[n] in (_TENSOR, _TENSORS)])
-            scalars = [metas[n] for n in taking if n in metas and kinds[n] is _SCALAR]
-            if promote.arguments or not parts:
-                parts = parts + [s for s in scalars if s is not None]
-            else:
-                # a schema Scalar (alpha, value) never lifts the tensors' dtype, except where it stands for an operand
-                parts = parts + [s for n, s in _operands(self.arguments, metas, taking, kinds) if s is not None]
-            compute, _ = elementwise_dtypes(*parts, type_promotion_kind=promote.kind)
+            compute, _ = elementwise_dtypes(*self._promoting(metas, taking), type_promotion_kind=promote.kind)
             dtype = jax_dtype(compute)
             return {n: _cast(v, dtype) if n in taking and kinds[n] is not _STATIC else v for n, v in template.items()}
         # without promotion the tensors stay as they are, and scalars come in the type the tensors compute in
         dtype = _scalar_dtype(_leaves(list(metas.values())))
         return {n: _cast_scalars(v, dtype) if kinds[n] is _SCALAR else v for n, v in template.items()}
+
+    def _promoting(self, metas: dict[str, Any], taking: tuple[str, ...]) -> list[Any]:
+        """The tensors and numbers among the arguments `taking` that decide the common dtype."""
+        kinds = self.kinds_by_name
+        parts = _leaves([metas[n] for n in taking if n in metas and kinds[n] in (_TENSOR, _TENSORS)])
+        if self.definition.promote.arguments or not parts:
+            scalars = [metas[n] for n in taking if n in metas and kinds[n] is _SCALAR]
+        else:
+            # a schema Scalar (alpha, value) never lifts the tensors' dtype, except where it stands for an operand
+            scalars = [s for _, s in _operands(self.arguments, metas, taking, kinds)]
+        return parts + [s for s in scalars if s is not None]
 
     def _guarded(self, call: Callable[..., Any], avals: list[Any] | None) -> Callable[..., Any]:
         """`call` with its results checked against torch's, cast to torch's dtypes, and never one of its inputs."""

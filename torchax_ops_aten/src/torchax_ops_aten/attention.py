@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from torchax_ops_aten.matmul import linear, precision_for
 from torchax_ops_aten.norm import native_layer_norm
+from torchax_ops_aten.random import native_dropout
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import opmath
@@ -69,8 +70,7 @@ def scaled_dot_product_attention(
         logits = jnp.where(attn_mask, logits, -jnp.inf) if is_bool else logits + attn_mask.astype(logits.dtype)
     weights = _safe_softmax(logits)
     if dropout_p > 0:
-        keep = jax.random.bernoulli(random_key, 1 - dropout_p, weights.shape)
-        weights = jnp.where(keep, weights / max(1 - dropout_p, jnp.finfo(weights.dtype).tiny), 0)
+        weights, _ = native_dropout(weights, dropout_p, key=random_key)
     if grouped:
         weights = weights.reshape(*weights.shape[:-3], *by_head[-4:])
     # As the fused kernels do: half types multiply in half, and accumulate in float32.

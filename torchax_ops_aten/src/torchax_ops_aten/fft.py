@@ -79,3 +79,16 @@ def fft_c2r(self, dim, normalization, last_dim_size):
     half = _complex_transform(self, others, forward=False)
     whole = _over_last(lambda a: lax.fft(a, lax.FftType.IRFFT, (last_dim_size,)), half, [last])
     return _scaled(whole, lengths, normalization, forward=False)
+
+
+@ops.lowering("aten::fft_fftfreq")
+def fft_fftfreq(n, d=1.0, *, dtype=None):
+    """The frequencies of `fft`'s n results for samples `d` apart: 0, 1, ..., then the negative ones; over n * d."""
+    k = jnp.arange(n)
+    return jnp.where(k < (n + 1) // 2, k, k - n) / (n * d)
+
+
+@ops.lowering("aten::fft_rfftfreq")
+def fft_rfftfreq(n, d=1.0, *, dtype=None):
+    """The frequencies of `rfft`'s n // 2 + 1 results for samples `d` apart: 0, 1, ..., over n * d."""
+    return jnp.arange(n // 2 + 1) / (n * d)

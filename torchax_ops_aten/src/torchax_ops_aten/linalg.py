@@ -7,6 +7,8 @@ per matrix: 0, or the 1-based index of the step that failed; `_linalg_check_erro
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,13 +43,30 @@ def _none(like: jax.Array) -> jax.Array:
     return jnp.zeros((0,), like.dtype)
 
 
-@ops.lowering(
-    "aten::_linalg_check_errors",
-    data_dependent="call the `_ex` form (torch.linalg.inv_ex, cholesky_ex, solve_ex), which returns `info` unchecked",
-)
+@ops.decomposition("aten::_linalg_check_errors", whole=False)
 def linalg_check_errors(info, api_name, *, is_matrix):
-    """Raises torch.linalg.LinAlgError, in torch's words for `api_name`, if any `info` is not 0."""
-    torch._linalg_check_errors(torch.from_numpy(np.array(info, np.int32)), api_name, is_matrix=is_matrix)
+    """Raises torch.linalg.LinAlgError, in torch's words for `api_name`, if any `info` is not 0.
+
+    This waits for the result. Inside a jitted function it does nothing: what failed is NaN or infinite there.
+    """
+    if not isinstance(info.jax(), jax.core.Tracer):
+        torch._linalg_check_errors(info.cpu(), api_name, is_matrix=is_matrix)
+
+
+def _also_checked(op: str, body: Callable[..., Any], api_name: str) -> None:
+    """Let the lowering `body` of `op`, called with `check_errors=True`, look at its last result, `info`."""
+
+    @ops.data_dependent_case(
+        op,
+        when=lambda *args, check_errors=False, **kwargs: check_errors,
+        instead="leave out `check_errors` and look at the `info` returned",
+    )
+    @functools.wraps(body)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        results = body(*args, **kwargs)
+        info = torch.from_numpy(np.array(results[-1], np.int32))
+        torch._linalg_check_errors(info, api_name, is_matrix=info.dim() == 0)
+        return results
 
 
 # -- eigenvalues and singular values -----------------------------------------------------------------------------------
@@ -162,6 +181,9 @@ def linalg_cholesky_ex(self, *, upper=False, check_errors=False):
         lambda: jnp.zeros(failed.shape, jnp.int32),
     )
     return _adjoint(lower) if upper else lower, info
+
+
+_also_checked("aten::linalg_cholesky_ex", linalg_cholesky_ex, "linalg.cholesky_ex")
 
 
 def _first_bad_minor(a: jax.Array) -> jax.Array:
@@ -285,6 +307,9 @@ def linalg_lu_factor_ex(A, *, pivot=True, check_errors=False):
     return lu, pivots, _first_zero_pivot(lu)
 
 
+_also_checked("aten::linalg_lu_factor_ex", linalg_lu_factor_ex, "torch.linalg.lu_factor_ex")
+
+
 @ops.lowering("aten::lu_unpack")
 def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
     """P, L and U of the compact LU; those not asked for are empty."""
@@ -325,6 +350,9 @@ def linalg_inv_ex(A, *, check_errors=False):
     return linalg_lu_solve(lu, pivots, _eye(A.shape[-1], A)), _first_zero_pivot(lu)
 
 
+_also_checked("aten::linalg_inv_ex", linalg_inv_ex, "linalg.inv_ex")
+
+
 # The next three are torch code because for a contiguous real A their LU is that of the transpose, as torch's C++ has it
 # for the sake of LAPACK, and the backward formulas ask A's strides which one it is. A lowering does not see strides.
 
@@ -361,6 +389,7 @@ def linalg_solve_ex(A, B, *, left=True, check_errors=False):
     """X with `A @ X = B` (`X @ A = B` unless `left`), with the compact LU, pivots and info.
 
     A: (..., n, n). B: (..., n, k), or (..., k, n) unless `left`; or vectors, if its shape is A's without the last size.
+    `check_errors` is not looked at; torch.linalg.solve checks by itself.
     """
     lu, pivots, info, transposed = _lu_as_torch_does(A)
     vectors = B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1])
@@ -386,6 +415,9 @@ def linalg_ldl_factor_ex(self, *, hermitian=False, check_errors=False):
     if self.size == 0:
         return self, jnp.zeros(self.shape[:-1], jnp.int32), jnp.zeros(self.shape[:-2], jnp.int32)
     return factor(self)
+
+
+_also_checked("aten::linalg_ldl_factor_ex", linalg_ldl_factor_ex, "torch.linalg.ldl_factor_ex")
 
 
 def _size1(x: jax.Array) -> jax.Array:

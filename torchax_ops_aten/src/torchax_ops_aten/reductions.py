@@ -290,7 +290,9 @@ def linalg_vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
     returns: real, also for complex.
     """
     axes = axes_of(self, dim)
-    x = opmath(self if dtype is None else cast(self, dtype))
+    # A real `dtype` beside a complex `self` is that of out=, which concerns the result only.
+    keeps_parts = not _is_complex(self) or (dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating))
+    x = opmath(cast(self, dtype) if dtype is not None and keeps_parts else self)
     if ord == 2:
         squares = jnp.square(x.real) + jnp.square(x.imag) if _is_complex(x) else jnp.square(x)
         return jnp.sqrt(jnp.sum(squares, axis=axes, keepdims=keepdim))
@@ -420,6 +422,19 @@ def histc(self, bins=100, min=0, max=0):
     return jnp.zeros(bins, np.int64).at[jnp.where(inside, position, bins)].add(1, mode="drop")
 
 
+def _check_points(x: jax.Array, bins: Sequence[Any], weight: jax.Array | None) -> None:
+    """torch's checks of a histogram of points `x`, (..., d); there is no meta kernel to make them."""
+    if x.ndim < 2:
+        raise RuntimeError("histogramdd: input tensor should have at least 2 dimensions")
+    if len(bins) != x.shape[-1]:
+        raise RuntimeError("histogramdd: The size of bins must be equal to the innermost dimension of the input.")
+    if weight is not None and weight.shape != x.shape[:-1]:
+        raise RuntimeError(
+            "histogramdd: if weight tensor is provided it should have the same shape as the input tensor excluding its "
+            f"innermost dimension, but got input with shape {list(x.shape)} and weight with shape {list(weight.shape)}"
+        )
+
+
 def _bin_positions(x: jax.Array, edges: jax.Array) -> jax.Array:
     """The bin of each element of `x`, (n,), among the intervals between `edges`; their number for those outside.
 
@@ -432,7 +447,9 @@ def _bin_positions(x: jax.Array, edges: jax.Array) -> jax.Array:
 
 
 def _histogram(x: jax.Array, edges: Sequence[jax.Array], weight: jax.Array | None, density: bool) -> jax.Array:
-    """The histogram of the points `x`, (n, d), over the grid of `edges`, one array per coordinate."""
+    """The histogram of the points `x`, (..., d), over the grid of `edges`, one array per coordinate."""
+    _check_points(x, edges, weight)
+    x = x.reshape(-1, x.shape[-1])
     shape = tuple(edge.shape[0] - 1 for edge in edges)
     positions = tuple(_bin_positions(x[:, i], edge) for i, edge in enumerate(edges))
     weights = jnp.ones(x.shape[0], x.dtype) if weight is None else weight.ravel().astype(x.dtype)
@@ -445,7 +462,15 @@ def _histogram(x: jax.Array, edges: Sequence[jax.Array], weight: jax.Array | Non
 
 
 def _uniform_edges(x: jax.Array, bins: Sequence[int], limits: Sequence[Any] | None) -> list[jax.Array]:
-    """Edges of `bins[i]` equal intervals of coordinate i of `x`, (n, d): of `limits`, or of the data."""
+    """Edges of `bins[i]` equal intervals of coordinate i of `x`, (..., d): of `limits`, or of the data."""
+    _check_points(x, bins, None)
+    if any(count <= 0 for count in bins):
+        raise RuntimeError("histogramdd(): bins must be > 0")
+    if limits is not None and len(limits) != 2 * len(bins):
+        raise RuntimeError(
+            f"histogramdd: for a {len(bins)}-dimensional histogram range should have {2 * len(bins)} elements"
+        )
+    x = x.reshape(-1, x.shape[-1])
     edges = []
     for i, count in enumerate(bins):
         column = x[:, i]
@@ -468,32 +493,31 @@ def histogram(self, bins=100, *, range=None, weight=None, density=False):
     """
     points = self.reshape(-1, 1)
     edges = _uniform_edges(points, (bins,), range)
-    return _histogram(points, edges, weight, density), edges[0]
+    return _histogram(points, edges, weight if weight is None else weight.ravel(), density), edges[0]
 
 
 @ops.lowering("aten::histogram.bins_tensor")
 def histogram_bins_tensor(self, bins, *, weight=None, density=False):
     """Counts, or sums of `weight`, in the intervals between the increasing edges `bins`. returns: (hist, bins)"""
-    return _histogram(self.reshape(-1, 1), [bins], weight, density), bins
+    return _histogram(self.reshape(-1, 1), [bins], weight if weight is None else weight.ravel(), density), bins
 
 
 @ops.lowering("aten::_histogramdd_bin_edges")
 def histogramdd_bin_edges(self, bins, *, range=None, weight=None, density=False):
     """One array of edges for each coordinate of the points `self`, (..., d)."""
-    return _uniform_edges(self.reshape(-1, self.shape[-1]), bins, range)
+    return _uniform_edges(self, bins, range)
 
 
 @ops.lowering("aten::_histogramdd_from_bin_cts")
 def histogramdd_from_bin_cts(self, bins, *, range=None, weight=None, density=False):
     """The d-dimensional histogram of the points `self`, (..., d). returns: (*bins,)"""
-    points = self.reshape(-1, self.shape[-1])
-    return _histogram(points, _uniform_edges(points, bins, range), weight, density)
+    return _histogram(self, _uniform_edges(self, bins, range), weight, density)
 
 
 @ops.lowering("aten::_histogramdd_from_bin_tensors")
 def histogramdd_from_bin_tensors(self, bins, *, weight=None, density=False):
     """The d-dimensional histogram of the points `self`, (..., d), between given edges."""
-    return _histogram(self.reshape(-1, self.shape[-1]), bins, weight, density)
+    return _histogram(self, bins, weight, density)
 
 
 @ops.lowering("aten::bincount", data_dependent="torch.zeros(n, device='jax').index_add_(0, input, weights)")

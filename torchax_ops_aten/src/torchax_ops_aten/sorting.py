@@ -112,10 +112,23 @@ def searchsorted(sorted_sequence, self, *, out_int32=False, right=False, side=No
     return found.reshape(values.shape)
 
 
-@ops.lowering("aten::bucketize.Tensor", "aten::bucketize.Scalar", promote=SAME.of("boundaries", "self"))
+@ops.lowering("aten::bucketize.Tensor")
 def bucketize(self, boundaries, *, out_int32=False, right=False):
     """The bucket between `boundaries`, (n,), that each element of `self` is in. returns: 0 ... n, shape of `self`"""
+    if boundaries.ndim != 1:
+        raise RuntimeError(f"boundaries tensor must be 1 dimension, but got dim({boundaries.ndim})")
+    if boundaries.dtype != self.dtype:
+        raise RuntimeError(
+            "torch.searchsorted(): boundary tensor and input value tensor should have same dtype, but got boundary tensor "
+            f"dtype {boundaries.dtype} and input value tensor dtype {self.dtype}"
+        )
     return searchsorted(boundaries, self, right=right)
+
+
+@ops.lowering("aten::bucketize.Scalar", promote=SAME.of("boundaries", "self"))
+def bucketize_scalar(self, boundaries, *, out_int32=False, right=False):
+    """As `bucketize`, of a number."""
+    return bucketize(self, boundaries, right=right)
 
 
 # -- unique --------------------------------------------------------------------------------------

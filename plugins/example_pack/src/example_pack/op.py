@@ -18,7 +18,9 @@ def soft_threshold(x: torch.Tensor, threshold: float) -> torch.Tensor:
 
     x:       any shape, floating.
     returns: the shape and dtype of `x`.
+    raises:  RuntimeError for another dtype.
     """
+    _check(x)
     return torch.sign(x) * torch.relu(torch.abs(x) - threshold)
 
 
@@ -26,8 +28,12 @@ def soft_threshold(x: torch.Tensor, threshold: float) -> torch.Tensor:
 def _(x: torch.Tensor, threshold: float) -> torch.Tensor:
     # Also run by torchax-core, once for every new shape: it says what the lowering must return, and makes bad calls fail
     # with the same message on every device.
-    torch._check(x.is_floating_point(), lambda: f"soft_threshold: `x` must be floating, but has dtype {x.dtype}.")
+    _check(x)
     return torch.empty_like(x)
+
+
+def _check(x: torch.Tensor) -> None:
+    torch._check(x.is_floating_point(), lambda: f"soft_threshold: `x` must be floating, but has dtype {x.dtype}.")
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -1,0 +1,86 @@
+"""torchax_ops_c10d.collectives outside of jax.shard_map, on one device; inside: collectives_on_eight_devices.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+from torchax_core.errors import TorchaxError
+from torchax_ops_c10d import CollectiveError, map_group
+
+c10d = torch.ops._c10d_functional
+
+
+def test_on_eight_devices():
+    # the number of devices is fixed once jax has started, as it has here
+    flags = "--xla_force_host_platform_device_count=8"
+    script = Path(__file__).with_name("collectives_on_eight_devices.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+def test_a_group_of_one_is_the_identity():
+    x = torch.arange(6.0, device="jax").reshape(3, 2)
+    for result in (
+        c10d.all_gather_into_tensor(x, 1, "solo"),
+        c10d.reduce_scatter_tensor(x, "sum", 1, "solo"),
+        c10d.reduce_scatter_tensor(x, "max", 1, "solo"),
+        c10d.all_to_all_single(x, [3], [3], "solo"),
+        c10d.wait_tensor(x),
+        *c10d.all_gather_into_tensor_coalesced([x, x], 1, "solo"),
+        *c10d.reduce_scatter_tensor_coalesced([x, x], "sum", 1, "solo"),
+    ):
+        assert result.cpu().tolist() == x.cpu().tolist()
+        assert result is not x and result.dtype == x.dtype
+    assert c10d.all_gather_into_tensor(torch.tensor(5.0, device="jax"), 1, "solo").shape == (1,)
+
+
+def test_results_are_copies():
+    x = torch.ones(2, device="jax")
+    c10d.wait_tensor(x).zero_()
+    assert x.cpu().tolist() == [1, 1]
+
+
+def test_a_larger_group_says_what_to_do():
+    x = torch.ones(4, device="jax")
+    with pytest.raises(CollectiveError, match=r"'wide' has 4 members.*map_group\('wide', 'axis name'\)"):
+        c10d.all_gather_into_tensor(x, 4, "wide")
+    with pytest.raises(CollectiveError, match="'wide' has 2 members"):
+        c10d.all_to_all_single(x, [2, 2], [2, 2], "wide")
+    with pytest.raises(CollectiveError, match="'nobody' is unknown to torch.distributed"):
+        funcol.all_reduce(x, "sum", "nobody")
+    assert issubclass(CollectiveError, TorchaxError)
+
+
+def test_a_mapped_group_out_of_scope_says_so():
+    map_group("mapped, out of scope", "some_axis")
+    with pytest.raises(CollectiveError, match="'some_axis', which is not in scope here.*jax.shard_map"):
+        c10d.all_reduce(torch.ones(4, device="jax"), "sum", "mapped, out of scope")
+
+
+def test_a_group_keeps_its_axis():
+    map_group("kept", "a")
+    map_group("kept", "a")
+    with pytest.raises(CollectiveError, match="'kept' is the mesh axis 'a' already, and cannot become 'b'"):
+        map_group("kept", "b")
+
+
+def test_unknown_reductions_and_point_to_point_raise():
+    x = torch.ones(4, device="jax")
+    with pytest.raises(CollectiveError, match="`reduce_op` must be one of sum, avg"):
+        c10d.reduce_scatter_tensor(x, "premul_sum", 1, "solo")
+    with pytest.raises(CollectiveError, match="ppermute"):
+        c10d.isend(x, 1, 0, "solo")
+    with pytest.raises(CollectiveError, match="ppermute"):
+        c10d.irecv(x, 1, 0, "solo")
+    with pytest.raises(CollectiveError, match="ppermute"):
+        c10d.batch_p2p_ops(["isend"], [1], [0], [x], "solo")
