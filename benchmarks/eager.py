@@ -158,6 +158,7 @@ def measure_ops(rounds: int, calls: int) -> dict[str, dict[str, float | None]]:
 CPU_OPS = """
 import json, statistics, sys, time
 {imports}
+torch.set_num_threads(1)  # waiting for a busy machine to wake a second thread would drown the call itself
 x, y = torch.randn(8, 8), torch.randn(8, 8)
 ops = {{
     "add": lambda: x + y, "mm": lambda: torch.mm(x, y), "relu": lambda: torch.relu(x), "view": lambda: x.view(4, 16),
@@ -250,7 +251,7 @@ def main(quick: Quick = False, json: Json = None) -> None:
     """Time eager ops on device "jax" against jax.jit, with gradients too, and CPU torch's ops with us imported."""
     console.print(f"torchax_core {getattr(torchax_core, '__version__', '')}, one process, contenders in turn, medians")
     torch.manual_seed(0)
-    # Turns shorter than a scheduler's time slice: on a busy machine few of them are interrupted, and medians ignore those.
+    # Turns shorter than a scheduler's time slice: on a busy machine few are interrupted, and medians ignore those.
     ops = measure_ops(rounds=11 if quick else 151, calls=30)
     summary = show_ops(ops)
     cpu = measure_cpu_ops(processes=1 if quick else 5, rounds=5 if quick else 51)

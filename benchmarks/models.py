@@ -121,9 +121,14 @@ def gpt_params(model: GPT) -> Params:
     }
 
 
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """(..., in), (in, out) to (..., out), as one product of matrices: XLA's CPU is bad at a batched one's gradient."""
+    return (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)
+
+
 def linear(params: Params, x: jax.Array) -> jax.Array:
     """(..., in) to (..., out)."""
-    return x @ params["w"] + params["b"]
+    return matmul(x, params["w"]) + params["b"]
 
 
 def layer_norm(params: Params, x: jax.Array) -> jax.Array:
@@ -145,7 +150,7 @@ def block_jax(params: Params, x: jax.Array, heads: int) -> jax.Array:
     """`Block.forward`."""
     n, t, c = x.shape
     qkv = linear(params["qkv"], layer_norm(params["norm1"], x)).reshape(n, t, 3, heads, c // heads)
-    query, key, value = qkv.transpose(2, 0, 3, 1, 4)
+    query, key, value = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
     mixed = attention(query, key, value)
     x = x + linear(params["project"], mixed.transpose(0, 2, 1, 3).reshape(n, t, c))
     return x + linear(
@@ -158,7 +163,7 @@ def gpt_jax(params: Params, tokens: jax.Array, heads: int) -> jax.Array:
     x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
     for block in params["blocks"]:
         x = block_jax(block, x, heads)
-    return layer_norm(params["norm"], x) @ params["tokens"].T
+    return matmul(layer_norm(params["norm"], x), params["tokens"].T)
 
 
 def gpt_loss_jax(params: Params, tokens: jax.Array, heads: int) -> jax.Array:

@@ -3,17 +3,23 @@
 import pytest
 import torch
 
-from torchax_core.testing import assert_matches_torch, sample
+from torchax_core.testing import assert_matches_torch, assert_same_result, sample
 
 DTYPES = [None, torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
+
+
+def assert_makes_the_same(factory, *args, **kwargs):
+    """`factory` gives on device "jax" what it gives on the CPU."""
+    on_device = [x.to("jax") if isinstance(x, torch.Tensor) else x for x in args]
+    assert_same_result(factory(*on_device, **kwargs, device="jax"), factory(*args, **kwargs))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bool, torch.int64, torch.complex64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_constant_fills(shape, dtype):
     for factory in (torch.zeros, torch.ones):
-        assert_matches_torch(factory, shape, dtype=dtype, device="cpu")
-    assert_matches_torch(torch.full, shape, 1, dtype=dtype, device="cpu")
+        assert_makes_the_same(factory, shape, dtype=dtype)
+    assert_makes_the_same(torch.full, shape, 1, dtype=dtype)
     x = sample(shape, torch.float32)
     for like in (torch.zeros_like, torch.ones_like):
         assert_matches_torch(like, x, dtype=dtype)
@@ -25,8 +31,8 @@ def test_constant_fills(shape, dtype):
 
 @pytest.mark.parametrize("value", [True, 7, 2**60 + 1, 2.5, float("nan"), 1 - 2j, -1])
 def test_full_keeps_all_of_the_value_and_infers_its_dtype(value):
-    assert_matches_torch(torch.full, (2,), value, device="cpu")
-    assert_matches_torch(torch.scalar_tensor, value, device="cpu", dtype=torch.complex128)
+    assert_makes_the_same(torch.full, (2,), value)
+    assert_makes_the_same(torch.scalar_tensor, value, dtype=torch.complex128)
 
 
 def test_empty_has_shape_and_dtype():
@@ -46,54 +52,54 @@ def test_empty_has_shape_and_dtype():
 def test_arange(args, dtype):
     if dtype is torch.uint8 and args[-1] == -2:
         args = (1, 7, 3)
-    assert_matches_torch(torch.arange, *args, dtype=dtype, device="cpu")
+    assert_makes_the_same(torch.arange, *args, dtype=dtype)
 
 
 def test_arange_float_after_int_of_the_same_value():
-    assert_matches_torch(torch.arange, 0, 3, device="cpu")
-    assert_matches_torch(torch.arange, 0.0, 3.0, device="cpu")
+    assert_makes_the_same(torch.arange, 0, 3)
+    assert_makes_the_same(torch.arange, 0.0, 3.0)
 
 
 def test_arange_counts_by_float64_and_in_exact_integers():
-    assert_matches_torch(torch.arange, 0, 1, 0.1, device="cpu")
-    assert_matches_torch(torch.arange, 2**53 + 1, 2**53 + 4, device="cpu")
-    assert_matches_torch(torch.arange, 0.5, 3.2, 0.3, dtype=torch.float64, device="cpu")
+    assert_makes_the_same(torch.arange, 0, 1, 0.1)
+    assert_makes_the_same(torch.arange, 2**53 + 1, 2**53 + 4)
+    assert_makes_the_same(torch.arange, 0.5, 3.2, 0.3, dtype=torch.float64)
 
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated")
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.int64])
 def test_range_includes_its_end(dtype):
-    assert_matches_torch(torch.range, 1, 4, dtype=dtype, device="cpu")
-    assert_matches_torch(torch.range, 0, 10, 2.5, dtype=dtype, device="cpu")
+    assert_makes_the_same(torch.range, 1, 4, dtype=dtype)
+    assert_makes_the_same(torch.range, 0, 10, 2.5, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.int64, torch.complex64])
 @pytest.mark.parametrize("steps", [0, 1, 2, 7])
 def test_linspace_and_logspace(steps, dtype):
-    assert_matches_torch(torch.linspace, 1.5, -7.25, steps, dtype=dtype, device="cpu")
-    assert_matches_torch(torch.logspace, -1, 2, steps, dtype=dtype, device="cpu")
-    assert_matches_torch(torch.logspace, 0, 3, steps, base=2.0, dtype=dtype, device="cpu")
+    assert_makes_the_same(torch.linspace, 1.5, -7.25, steps, dtype=dtype)
+    assert_makes_the_same(torch.logspace, -1, 2, steps, dtype=dtype)
+    assert_makes_the_same(torch.logspace, 0, 3, steps, base=2.0, dtype=dtype)
 
 
 def test_linspace_of_tensor_ends():
     one, nine = torch.tensor(1.0), torch.tensor(9.0)
     for ends in [(one, nine), (one, 9), (1, nine)]:
-        assert_matches_torch(torch.linspace, *ends, 5, device="cpu")
-        assert_matches_torch(torch.logspace, *ends, 5, device="cpu")
+        assert_makes_the_same(torch.linspace, *ends, 5)
+        assert_makes_the_same(torch.logspace, *ends, 5)
 
 
 @pytest.mark.parametrize("shape", [(0,), (3,), (2, 4), (4, 2)])
 @pytest.mark.parametrize("dtype", [None, torch.bool, torch.int32])
 def test_eye(shape, dtype):
-    assert_matches_torch(torch.eye, *shape, dtype=dtype, device="cpu")
+    assert_makes_the_same(torch.eye, *shape, dtype=dtype)
 
 
 @pytest.mark.parametrize("size", [(3, 4), (4, 3), (0, 3), (3, 3)])
 @pytest.mark.parametrize("offset", [0, 1, -1, 5, -5])
 def test_triangle_indices(size, offset):
     for indices in (torch.tril_indices, torch.triu_indices):
-        assert_matches_torch(indices, *size, offset, device="cpu")
-        assert_matches_torch(indices, *size, offset, dtype=torch.int32, device="cpu")
+        assert_makes_the_same(indices, *size, offset)
+        assert_makes_the_same(indices, *size, offset, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("periodic", [True, False])
@@ -106,9 +112,9 @@ def test_windows(length, periodic):
         torch.bartlett_window,
         torch.kaiser_window,
     ):
-        assert_matches_torch(window, length, periodic, device="cpu")
-    assert_matches_torch(torch.hamming_window, length, periodic, 0.5, 0.3, dtype=torch.float64, device="cpu")
-    assert_matches_torch(torch.kaiser_window, length, periodic, 7.5, dtype=torch.float64, device="cpu")
+        assert_makes_the_same(window, length, periodic)
+    assert_makes_the_same(torch.hamming_window, length, periodic, 0.5, 0.3, dtype=torch.float64)
+    assert_makes_the_same(torch.kaiser_window, length, periodic, 7.5, dtype=torch.float64)
 
 
 def test_out_forms():

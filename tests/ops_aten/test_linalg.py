@@ -167,6 +167,7 @@ def test_solve_triangular(unitriangular, upper, left, dtype):
     assert_matches_torch(torch.linalg.solve_triangular, triangle, b, **arguments, grad=True)
 
 
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
 @REAL_AND_COMPLEX
 @pytest.mark.parametrize("transpose", [True, False])
 def test_old_triangular_solve(transpose, dtype):
@@ -178,10 +179,21 @@ def test_old_triangular_solve(transpose, dtype):
 @pytest.mark.parametrize("left", [True, False])
 def test_solve(left, dtype):
     for a in views_of(well_conditioned(2, 3, 3, dtype=dtype)):
-        b = matrix(*((3, 2) if left else (2, 3)), dtype=dtype, seed=1)
+        b = matrix(*((3, 4) if left else (4, 3)), dtype=dtype, seed=1)
         assert_matches_torch(torch.linalg.solve, a, b, left=left, grad=True)
     assert_matches_torch(torch.linalg.solve, well_conditioned(3, 3, dtype=dtype), matrix(3, dtype=dtype, seed=1))
     assert_matches_torch(torch.linalg.solve, well_conditioned(2, 3, 3, dtype=dtype), matrix(2, 3, dtype=dtype, seed=1))
+
+
+def test_check_errors():
+    """The `_ex` forms raise if they are asked to."""
+    singular = torch.tensor([[1.0, 2], [1, 2]]).double()
+    assert_same_error(torch.linalg.inv_ex, singular, check_errors=True, wording=True)
+    assert_same_error(torch.linalg.solve_ex, singular, singular, check_errors=True, wording=True)
+    assert_same_error(torch.linalg.lu_factor_ex, singular, check_errors=True, wording=True)
+    assert_same_error(torch.linalg.cholesky_ex, -singular, check_errors=True, wording=True)
+    assert_same_error(torch.linalg.ldl_factor_ex, torch.zeros(2, 2), check_errors=True, wording=True)
+    assert_matches_torch(torch.linalg.inv_ex, torch.eye(2), check_errors=True)
 
 
 def test_singular_matrices():
@@ -228,7 +240,7 @@ def test_lu(size, dtype):
 
 def test_lu_without_pivoting():
     """CPU torch has none, so what it must fulfil is checked."""
-    a = well_conditioned(2, 4, 3)
+    a = matrix(2, 4, 3) + 5 * torch.eye(4, 3)
     p, lower, upper = torch.linalg.lu(a.to("jax"), pivot=False)
     assert p.shape == (0,)
     torch.testing.assert_close((lower @ upper).cpu(), a)
@@ -304,11 +316,11 @@ def test_matrix_exp_of_far_negative_matrices_is_zero():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64])
 def test_cross(dtype):
-    a, b = sample((2, 3), dtype), sample((4, 1, 3), dtype, seed=1)
+    a, b = sample((1, 2, 3), dtype), sample((4, 1, 3), dtype, seed=1)
     assert_matches_torch(torch.linalg.cross, a, b)
-    assert_matches_torch(torch.linalg.cross, a.mT, b.mT[:, :, :1], dim=-2)
+    assert_matches_torch(torch.linalg.cross, a.mT, b.mT, dim=-2)
     if dtype.is_floating_point:
-        assert_matches_torch(torch.cross, a.double(), b[0].double(), dim=-1, grad=True)
+        assert_matches_torch(torch.cross, a.double(), b.double(), dim=-1, grad=True)
 
 
 # -- distances ---------------------------------------------------------------------------------------------------------
@@ -333,3 +345,11 @@ def test_cdist_by_matmul():
 def test_pdist(p):
     assert_matches_torch(torch.pdist, sample((5, 3), torch.float64), p, grad=True)
     assert_matches_torch(torch.pdist, sample((1, 3), torch.float64), p)
+
+
+@pytest.mark.parametrize("offset", [-2, 0, 1])
+def test_diag_embed(offset):
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        assert_matches_torch(torch.diag_embed, sample((2, 3), dtype), offset=offset)
+    assert_matches_torch(torch.diag_embed, sample((2, 3), torch.float64), offset, dim1=0, dim2=-2, grad=True)
+    assert_matches_torch(torch.diag_embed, sample((2, 0), torch.float32), offset)

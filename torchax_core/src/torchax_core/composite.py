@@ -14,8 +14,8 @@ from torchax_core.kernel import DirectKernel, LoweringKernel
 from torchax_core.overrides import Declined, DecliningKernel
 from torchax_core.tensor import Tensor, active, make_tensor, resolve_active
 from torchax_core.variants import op_name
-from torchax_core.vjp import DifferentiableProgram, differentiable_call
 from torchax_core.view import View
+from torchax_core.vjp import DifferentiableProgram, differentiable_call
 
 __all__ = ["is_composite", "keep_whole"]
 

@@ -16,13 +16,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import torch
 
 from torchax_core import composite, functions
 from torchax_core.config import Config
 from torchax_core.device import register_factories
-from torchax_core.errors import OpNameError, OperatorNotFound
+from torchax_core.errors import OperatorNotFound, OpNameError
 from torchax_core.kernel import DataDependentKernel, DirectKernel, LoweringKernel, ViewKernel, WritingKernel
 from torchax_core.opset import Definition, Origin, ViewDefinition, ViewRules
 from torchax_core.overrides import Declined, DecliningKernel

@@ -120,7 +120,7 @@ def _call(name: str, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-class _Declines(Exception):  # noqa: N818 - a signal, never seen by a user
+class _Declines(Exception):
     pass
 
 

@@ -13,7 +13,6 @@ import inspect
 import math
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch._prims_common import elementwise_dtypes
-from torch.utils import _pytree as pytree
 
 from torchax_core import log
 from torchax_core.convert import array_from_torch, is_traced, scalar_array
@@ -33,6 +31,7 @@ from torchax_core.errors import (
     OperatorNotFound,
     SignatureError,
 )
+from torchax_core.meta import aval_of_meta, avals_of, meta_of, run_on_meta
 from torchax_core.opset import Definition, ViewDefinition
 from torchax_core.symbolic import array_of_symbol
 from torchax_core.tensor import Aval, Tensor, active, contiguous_stride, make_tensor
@@ -282,7 +281,7 @@ class LoweringKernel:
         metas: dict[str, Any] = {}
         for argument, kind, a in self._bind(args, kwargs):
             bound[argument.name] = _template(a, kind, counter)
-            metas[argument.name] = _meta(a, argument.name)
+            metas[argument.name] = meta_of(a)
         avals = self._result_avals(metas, kwargs)
         draws = self._draws(bound, metas, arrays)
         call = self._body_call(bound, metas, draws)
@@ -607,7 +606,7 @@ class WritingKernel(LoweringKernel):
         for name in variant.written:
             if name not in variant.outs and before[name] != _shapes(metas.get(name)):
                 raise LoweringMismatchError(f"{self.name} changed the shape of `{name}`, which an in-place op cannot.")
-            written.append(_avals(metas.get(name)))
+            written.append(aval_of_meta(metas.get(name)))
         return [*fresh, *written]
 
     def _check_castable(self, values: Sequence[Any], metas: dict[str, Any]) -> None:
@@ -698,8 +697,8 @@ class ViewKernel:
         else:
             static, traced = tuple(_hashable(jax_value(v)) for v in values), ()
         if self.many:
-            return static, traced, [(_avals(x), x.storage_offset()) for x in out]
-        return static, traced, (_avals(out), out.storage_offset())
+            return static, traced, [(aval_of_meta(x), x.storage_offset()) for x in out]
+        return static, traced, (aval_of_meta(out), out.storage_offset())
 
 
 class DataDependentKernel(LoweringKernel):
@@ -759,83 +758,6 @@ class DirectKernel:
         return self.run(*args, **(kwargs or {}))
 
 
-# -- meta runs -----------------------------------------------------------------------------------
-
-
-def run_on_meta(func: Any, arguments: Sequence[Any], metas: dict[str, Any]) -> Any:
-    """Call `func` on meta tensors: raises what torch raises for a bad call; None if the op has no meta kernel."""
-    positional, keywords = [], {}
-    for argument in arguments:
-        if argument.name in metas:
-            if argument.kwarg_only or keywords:
-                keywords[argument.name] = metas[argument.name]
-            else:
-                positional.append(metas[argument.name])
-        elif not argument.kwarg_only:
-            # from here on by name
-            keywords.setdefault("", None)
-            keywords.pop("")
-    names = [a.name for a in arguments if not a.kwarg_only]
-    present = [n for n in names if n in metas]
-    if present != names[: len(present)]:
-        positional = []
-        keywords = dict(metas)
-    if any(a.name == "device" for a in arguments):
-        keywords["device"] = torch.device("meta")
-    if "pin_memory" in keywords:
-        keywords.pop("pin_memory")
-    if "generator" in keywords:
-        keywords["generator"] = None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*meta.*")
-        try:
-            return func(*positional, **keywords)
-        except NotImplementedError:
-            return None
-        except Exception as error:
-            return _run_on_cpu(func, positional, keywords, error)
-
-
-_CPU_ELEMENTS = 1 << 24
-
-
-def _run_on_cpu(func: Any, positional: list[Any], keywords: dict[str, Any], error: Exception) -> Any:
-    """A call that meta kernels refused, on CPU tensors of zeros: their wording is the one users know, and their verdict
-    counts. Calls of more than 16M elements are not tried."""
-    total = sum(x.numel() for x in pytree.tree_leaves((positional, keywords)) if isinstance(x, torch.Tensor))
-    if total > _CPU_ELEMENTS:
-        raise error
-    made: dict[int, torch.Tensor] = {}
-
-    def to_cpu(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            made[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
-            return made[id(x)]
-        return torch.device("cpu") if isinstance(x, torch.device) else x
-
-    positional, keywords = pytree.tree_map(to_cpu, (positional, keywords))
-    try:
-        out = func(*positional, **keywords)
-    except Exception as cpu_error:
-        raise cpu_error from None
-    return out
-
-
-def avals_of(outs: Any, count: int) -> list[Any]:
-    """Avals of what an op returned on meta tensors: one per result, a list for a Tensor[]."""
-    if count == 1:
-        return [_avals(outs)]
-    return [_avals(o) for o in outs]
-
-
-def _avals(out: Any) -> Any:
-    if isinstance(out, (list, tuple)):
-        return [_avals(o) for o in out]
-    if isinstance(out, torch.Tensor):
-        return Aval.of(tuple(out.shape), tuple(out.stride()), out.dtype)
-    return None
-
-
 def _shapes(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_shapes(v) for v in value]
@@ -847,18 +769,6 @@ def _flat_avals(avals: list[Any]) -> list[Aval | None]:
     for aval in avals:
         flat.extend(aval) if isinstance(aval, list) else flat.append(aval)
     return flat
-
-
-def _meta(a: Any, name: str) -> Any:
-    if isinstance(a, Tensor):
-        return a._aval.meta()
-    if isinstance(a, torch.Tensor):
-        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
-    if isinstance(a, (list, tuple)):
-        return [_meta(x, name) for x in a]
-    if isinstance(a, (torch.SymFloat, torch.SymInt, torch.SymBool)):
-        return 1.0 if isinstance(a, torch.SymFloat) else 1
-    return a
 
 
 # -- templates of arguments ----------------------------------------------------------------------

@@ -23,6 +23,7 @@ import dataclasses
 import fnmatch
 import itertools
 import json
+import logging
 import multiprocessing
 import multiprocessing.connection
 import queue
@@ -175,6 +176,7 @@ def _ops() -> dict[str, OpInfo]:
     if not _loaded:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
             from torch.testing._internal.common_methods_invocations import op_db
         _loaded.update((op.full_name, op) for op in op_db)
     return _loaded
@@ -557,6 +559,9 @@ def _sweep(
                     progress.update(task, description=f"{str(case)[:50]:50}")
                     results.append(worker.run(case))
                     progress.advance(task)
+                    if not console.is_terminal and len(results) % max(1, len(todo) // 20) == 0:
+                        failed = sum(result.status in _FAILED for result in results)
+                        console.print(f"{len(results)} of {len(todo)} cases, {failed} failed", highlight=False)
             except queue.Empty:
                 pass
             finally:

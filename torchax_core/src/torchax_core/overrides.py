@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["Declined", "DecliningKernel"]
 
 
-class Declined(Exception):  # noqa: N818 - a signal, never seen by a user
+class Declined(Exception):
     """An override returned NotImplemented: the next definition is to run."""
 
 

@@ -6,7 +6,9 @@ belongs to the piece that torch's CPU kernels give it to.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +25,18 @@ ops = OpSet("torchax_ops_aten.activation")
 
 def _like(value: Any, x: jax.Array) -> jax.Array:
     return jnp.asarray(value).astype(x.dtype)
+
+
+def _of_floats(body: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Decorator: refuse integers, as torch does. The formulas would take them, and the result be cut to an integer."""
+
+    @functools.wraps(body)
+    def checked(self: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        if not jnp.issubdtype(self.dtype, jnp.inexact):
+            raise NotImplementedError(f"\"{body.__name__}\" not implemented for '{self.dtype}'")
+        return body(self, *args, **kwargs)
+
+    return checked
 
 
 # -- relu and what is linear in pieces ------------------------------------------------------------
@@ -47,6 +61,7 @@ def threshold_backward(grad_output, self, threshold):
 
 
 @ops.lowering("aten::leaky_relu", promote=SAME)
+@_of_floats
 def leaky_relu(self, negative_slope=0.01):
     """`self` where positive, `negative_slope * self` elsewhere."""
     return jnp.where(self > 0, self, negative_slope * self)
@@ -59,6 +74,7 @@ def leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
 
 
 @ops.lowering("aten::_prelu_kernel", promote=SAME)
+@_of_floats
 def _prelu_kernel(self, weight):
     """`self` where positive, `weight * self` elsewhere; `weight` comes in a shape that broadcasts."""
     return jnp.where(self > 0, self, weight * self)
@@ -84,6 +100,7 @@ def hardtanh_backward(grad_output, self, min_val, max_val):
 
 
 @ops.lowering("aten::hardsigmoid", promote=SAME)
+@_of_floats
 def hardsigmoid(self):
     """`clamp(self + 3, 0, 6) / 6`."""
     return jnp.clip(self + 3, 0, 6) / 6
@@ -96,6 +113,7 @@ def hardsigmoid_backward(grad_output, self):
 
 
 @ops.lowering("aten::hardswish", promote=SAME)
+@_of_floats
 def hardswish(self):
     """`self * hardsigmoid(self)`."""
     return self * jnp.clip(self + 3, 0, 6) / 6
@@ -109,14 +127,18 @@ def hardswish_backward(grad_output, self):
 
 
 @ops.lowering("aten::hardshrink", promote=SAME)
+@_of_floats
 def hardshrink(self, lambd=0.5):
     """0 in [-lambd, lambd], `self` elsewhere."""
     return jnp.where((self >= -lambd) & (self <= lambd), 0, self)
 
 
-@ops.lowering("aten::softshrink", promote=SAME)
+@ops.lowering("aten::softshrink", promote=SAME, static=("lambd",))
+@_of_floats
 def softshrink(self, lambd=0.5):
     """`self` moved toward 0 by `lambd`, not beyond it; NaN stays NaN."""
+    if not lambd >= 0:
+        raise RuntimeError(f"aten::softshrink: `lambd` must not be negative, but is {lambd}.")
     # not where(self > lambd, ...): the product keeps NaN
     return jnp.where(self > lambd, self - lambd, jnp.where(self < -lambd, self + lambd, self * 0))
 
@@ -150,6 +172,7 @@ def rrelu_with_noise_functional(self, noise, lower=0.125, upper=1 / 3, training=
 
 
 @ops.lowering("aten::elu", promote=SAME)
+@_of_floats
 def elu(self, alpha=1, scale=1, input_scale=1):
     """`scale * self` where positive, `scale * alpha * (exp(input_scale * self) - 1)` elsewhere (selu: one case)."""
     return jnp.where(self > 0, scale * self, scale * alpha * jnp.expm1(self * input_scale))
@@ -162,13 +185,17 @@ def elu_backward(grad_output, alpha, scale, input_scale, is_result, self_or_resu
     return grad_output * jnp.where(self_or_result <= 0, input_scale * slope, scale)
 
 
-@ops.lowering("aten::celu", promote=SAME)
+@ops.lowering("aten::celu", promote=SAME, static=("alpha",))
+@_of_floats
 def celu(self, alpha=1.0):
     """`self` where positive, `alpha * (exp(self / alpha) - 1)` elsewhere."""
+    if alpha == 0:
+        raise RuntimeError("ZeroDivisionError: alpha cannot be 0 for CELU")
     return jnp.where(self > 0, self, alpha * jnp.expm1(self / alpha))
 
 
 @ops.lowering("aten::softplus", promote=SAME)
+@_of_floats
 def softplus(self, beta=1, threshold=20):
     """`log(1 + exp(beta * self)) / beta`, taken as `self` where `beta * self` is above `threshold`."""
     scaled = self * beta
@@ -183,6 +210,7 @@ def softplus_backward(grad_output, self, beta, threshold):
 
 
 @ops.lowering("aten::mish", promote=SAME)
+@_of_floats
 def mish(self):
     """`self * tanh(log(1 + exp(self)))`."""
     return self * jnp.tanh(jax.nn.softplus(self))
@@ -213,6 +241,7 @@ def tanh_backward(grad_output, output):
 
 
 @ops.lowering("aten::silu", promote=SAME)
+@_of_floats
 def silu(self):
     """`self * sigmoid(self)`."""
     return self * lax.logistic(self)
@@ -226,6 +255,7 @@ def silu_backward(grad_output, self):
 
 
 @ops.lowering("aten::log_sigmoid_forward", promote=SAME)
+@_of_floats
 def log_sigmoid_forward(self):
     """`log(sigmoid(self))`, and `exp(-abs(self))` for the backward, which as on CPU has the shape of `self`."""
     small = jnp.exp(-jnp.abs(self))
@@ -248,8 +278,11 @@ def _gelu_tanh(x: jax.Array) -> jax.Array:
 
 
 @ops.lowering("aten::gelu", promote=SAME)
+@_of_floats
 def gelu(self, *, approximate="none"):
     """`self` times the normal distribution function at it, or an approximation to that by "tanh"."""
+    if approximate not in ("none", "tanh"):
+        raise RuntimeError("approximate argument must be either none or tanh.")
     if approximate == "tanh":
         return 0.5 * self * (1 + _gelu_tanh(self))
     return 0.5 * self * (1 + lax.erf(self * math.sqrt(0.5)))
@@ -270,6 +303,7 @@ def gelu_backward(grad_output, self, *, approximate="none"):
 
 
 @ops.lowering("aten::glu", promote=SAME)
+@_of_floats
 def glu(self, dim=-1):
     """The first half along `dim` times the sigmoid of the second.
 
@@ -323,6 +357,7 @@ def _exponentials(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
 
 
 @ops.lowering("aten::_softmax", promote=SAME)
+@_of_floats
 def _softmax(self, dim, half_to_float):
     """`exp(self)` divided by its sum along `dim`; NaN where all of that is -inf."""
     x, dim = _along(self, dim)
@@ -331,6 +366,7 @@ def _softmax(self, dim, half_to_float):
 
 
 @ops.lowering("aten::_log_softmax", promote=SAME)
+@_of_floats
 def _log_softmax(self, dim, half_to_float):
     """The logarithm of softmax, without the underflow that taking it afterwards would suffer."""
     x, dim = _along(self, dim)
@@ -371,15 +407,15 @@ def _spread_mask(mask: jax.Array, shape: tuple[int, ...], mask_type: int | None)
 
 @ops.lowering("aten::_masked_softmax", promote=SAME.of("self"))
 def _masked_softmax(self, mask, dim=None, mask_type=None):
-    """softmax over what `mask` leaves: where it is True the result is 0. `dim` None is the last."""
+    """softmax over what `mask` leaves: where it is True the result is 0. NaN if nothing is left."""
     dim = -1 if dim is None else dim
     mask = _spread_mask(mask, self.shape, mask_type)
-    result = _softmax(jnp.where(mask, -jnp.inf, self), dim, False)
-    return jnp.where(mask, 0, result)
+    return _softmax(jnp.where(mask, -jnp.inf, self), dim, False)
 
 
 @ops.lowering("aten::_masked_softmax_backward", promote=SAME.of("grad_output", "output"))
 def _masked_softmax_backward(grad_output, output, mask, dim=None):
-    """That of softmax; the result being 0 where `mask` is True, nothing flows there."""
+    """That of softmax; nothing flows where `mask` is True."""
     dim = -1 if dim is None else dim
-    return _softmax_backward_data(jnp.where(mask.astype(bool), 0, grad_output), output, dim, None)
+    mask = mask.astype(bool)
+    return _softmax_backward_data(jnp.where(mask, 0, grad_output), jnp.where(mask, 0, output), dim, None)

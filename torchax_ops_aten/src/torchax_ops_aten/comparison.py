@@ -15,32 +15,41 @@ ops = OpSet("torchax_ops_aten.comparison")
 
 # -- comparisons ---------------------------------------------------------------------------------
 
+Binary = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _ordered(name: str, function: Binary, error: type[RuntimeError] = NotImplementedError) -> Binary:
+    """`function`, refusing complex numbers with torch's `error`: JAX orders them by their parts, torch not at all."""
+
+    def checked(x: jax.Array, y: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise error(f"{name} not implemented for complex tensors.")
+        return function(x, y)
+
+    return checked
+
+
+_COMPARISONS: dict[str, Binary] = {
+    "eq": jnp.equal,
+    "ne": jnp.not_equal,
+    "lt": _ordered("lt", jnp.less),
+    "le": _ordered("le", jnp.less_equal),
+    "gt": _ordered("gt", jnp.greater),
+    "ge": _ordered("ge", jnp.greater_equal),
+}
 ops.table(
     ALWAYS_BOOL,
-    {
-        "aten::eq.Tensor": jnp.equal,
-        "aten::eq.Scalar": jnp.equal,
-        "aten::ne.Tensor": jnp.not_equal,
-        "aten::ne.Scalar": jnp.not_equal,
-        "aten::lt.Tensor": jnp.less,
-        "aten::lt.Scalar": jnp.less,
-        "aten::le.Tensor": jnp.less_equal,
-        "aten::le.Scalar": jnp.less_equal,
-        "aten::gt.Tensor": jnp.greater,
-        "aten::gt.Scalar": jnp.greater,
-        "aten::ge.Tensor": jnp.greater_equal,
-        "aten::ge.Scalar": jnp.greater_equal,
-    },
+    {f"aten::{name}.{other}": body for name, body in _COMPARISONS.items() for other in ("Tensor", "Scalar")},
 )
 
 # NaN in either gives NaN for maximum and minimum, the other one for fmax and fmin.
 ops.table(
     SAME,
     {
-        "aten::maximum": jnp.maximum,
-        "aten::minimum": jnp.minimum,
-        "aten::fmax": jnp.fmax,
-        "aten::fmin": jnp.fmin,
+        "aten::maximum": _ordered("maximum", jnp.maximum, RuntimeError),
+        "aten::minimum": _ordered("minimum", jnp.minimum, RuntimeError),
+        "aten::fmax": _ordered("fmax", jnp.fmax, RuntimeError),
+        "aten::fmin": _ordered("fmin", jnp.fmin, RuntimeError),
     },
 )
 
@@ -55,7 +64,7 @@ def equal(self, other):
 def allclose(self, other, rtol=1e-05, atol=1e-08, equal_nan=False):
     """A Python bool: whether `abs(self - other) <= atol + rtol * abs(other)` everywhere, broadcast."""
     if self.dtype != other.dtype:
-        raise RuntimeError(f"aten::allclose: both must have the same dtype, but have {self.dtype} and {other.dtype}.")
+        raise RuntimeError(f"{self.dtype} did not match {other.dtype}")
     return bool(jnp.allclose(self, other, rtol=rtol, atol=atol, equal_nan=equal_nan))
 
 
@@ -96,18 +105,27 @@ ops.table(
     },
 )
 
+
+def _of_whole(name: str, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def checked(*operands: jax.Array) -> jax.Array:
+        if jnp.issubdtype(operands[0].dtype, jnp.inexact):
+            raise NotImplementedError(f"\"{name}\" not implemented for '{operands[0].dtype}': it takes integers")
+        return function(*operands)
+
+    return checked
+
+
+_BITWISE: dict[str, Binary] = {
+    "bitwise_and": jnp.bitwise_and,
+    "bitwise_or": jnp.bitwise_or,
+    "bitwise_xor": jnp.bitwise_xor,
+}
+ops.table(SAME, {"aten::bitwise_not": _of_whole("bitwise_not", jnp.bitwise_not)})
 ops.table(
     SAME,
     {
-        "aten::bitwise_not": jnp.bitwise_not,
-        "aten::bitwise_and.Tensor": jnp.bitwise_and,
-        "aten::bitwise_and.Scalar": jnp.bitwise_and,
-        "aten::bitwise_and.Scalar_Tensor": jnp.bitwise_and,
-        "aten::bitwise_or.Tensor": jnp.bitwise_or,
-        "aten::bitwise_or.Scalar": jnp.bitwise_or,
-        "aten::bitwise_or.Scalar_Tensor": jnp.bitwise_or,
-        "aten::bitwise_xor.Tensor": jnp.bitwise_xor,
-        "aten::bitwise_xor.Scalar": jnp.bitwise_xor,
-        "aten::bitwise_xor.Scalar_Tensor": jnp.bitwise_xor,
+        f"aten::{name}.{operands}": _of_whole(name, body)
+        for name, body in _BITWISE.items()
+        for operands in ("Tensor", "Scalar", "Scalar_Tensor")
     },
 )

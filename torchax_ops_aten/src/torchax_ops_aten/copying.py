@@ -14,7 +14,7 @@ from torchax_core.promotion import SAME
 ops = OpSet("torchax_ops_aten.copying")
 
 AS_GIVEN = SAME.of("-")
-"""Numbers as wide as they came: int64, float64, complex128 or bool. A fill value must lose nothing before the one cast."""
+"""Numbers as wide as they came: int64, float64, complex128 or bool. A fill value must lose nothing before its cast."""
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:

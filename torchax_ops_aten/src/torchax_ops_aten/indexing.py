@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from torchax_core.errors import ShapeError
 from torchax_core.opset import OpSet
 from torchax_core.promotion import SAME, opmath
 
@@ -64,6 +65,15 @@ def _add(self: jax.Array, at: tuple[Any, ...], values: jax.Array, **mode: Any) -
     if self.dtype == jnp.bool_:
         return self.at[at].max(values.astype(bool), **(mode or _AS_IS))
     return opmath(self).at[at].add(opmath(values), **(mode or _AS_IS))
+
+
+def _converted(value: Any, dtype: Any) -> jax.Array:
+    """A Scalar, or a 0-d tensor, in the dtype of the tensor it is written to."""
+    value = jnp.asarray(value)
+    if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        # torch lets one without imaginary part pass, which compiled code cannot tell.
+        raise RuntimeError(f"value cannot be converted to type {jnp.dtype(dtype)} without overflow: it is complex.")
+    return value.astype(dtype)
 
 
 def _identity(reduce: str, dtype: Any) -> Any:
@@ -273,7 +283,7 @@ def _values_length(self: jax.Array, indices: Sequence[Any], values: jax.Array, n
 @ops.lowering("aten::masked_fill.Scalar", "aten::masked_fill.Tensor", promote=_AS_GIVEN)
 def masked_fill(self, mask, value):
     """`value` (a scalar or a 0-d tensor) where `mask`, else `self`; `self` and `mask` broadcast."""
-    return jnp.where(mask != 0, jnp.asarray(value).astype(self.dtype), self)
+    return jnp.where(mask != 0, _converted(value, self.dtype), self)
 
 
 @ops.lowering("aten::masked_scatter")
@@ -282,10 +292,12 @@ def masked_scatter(self, mask, source):
 
     self, mask: broadcast together; source: any shape, at least as many elements as `mask` has True.
     """
+    if mask.dtype != jnp.bool_:
+        raise RuntimeError(f"masked_scatter_ only supports boolean masks, but got mask with dtype {mask.dtype}")
     shape = jnp.broadcast_shapes(self.shape, mask.shape)
     if source.size == 0:
         return jnp.broadcast_to(self, shape)
-    mask = jnp.broadcast_to(mask != 0, shape)
+    mask = jnp.broadcast_to(mask, shape)
     rank = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(shape) - 1
     return jnp.where(mask, source.reshape(-1).at[jnp.maximum(rank, 0)].get(**_AS_IS), self)
 
@@ -390,7 +402,7 @@ def scatter(self, dim, index, src):
 @ops.lowering("aten::scatter.value", promote=_AS_GIVEN)
 def scatter_value(self, dim, index, value):
     """As :func:`scatter`, with the same value everywhere."""
-    return _scatter(self, dim, index, jnp.asarray(value).astype(self.dtype), _write_set)
+    return _scatter(self, dim, index, _converted(value, self.dtype), _write_set)
 
 
 @ops.lowering("aten::scatter_add")
@@ -408,7 +420,7 @@ def scatter_with_reduce(self, dim, index, src, *, reduce):
 @ops.lowering("aten::scatter.value_reduce", promote=_AS_GIVEN)
 def scatter_value_reduce(self, dim, index, value, *, reduce):
     """`reduce` is "add" or "multiply"."""
-    return scatter_with_reduce(self, dim, index, jnp.asarray(value).astype(self.dtype), reduce=reduce)
+    return scatter_with_reduce(self, dim, index, _converted(value, self.dtype), reduce=reduce)
 
 
 @ops.lowering("aten::scatter_reduce.two")
@@ -431,7 +443,14 @@ def _slices(
     self, dim = _at_least_1d(self, dim)
     index = _wrap(index.reshape(-1), self.shape[dim])
     if source is not None:
-        source = source.reshape(self.shape[:dim] + (index.size,) + self.shape[dim + 1 :])
+        shape = self.shape[:dim] + (index.size,) + self.shape[dim + 1 :]
+        if math.prod(source.shape) != math.prod(shape):
+            raise ShapeError(
+                f"source tensor shape must match self tensor shape, excluding the specified dimension {dim}, where it "
+                f"must be the length of the index. Got self.shape = {self.shape}, source.shape = {source.shape} and an "
+                f"index of {index.size}."
+            )
+        source = source.reshape(shape)
     return self, _along(dim, index), source
 
 
@@ -455,7 +474,7 @@ def index_add(self, dim, index, source, *, alpha=1):
         source = source & (alpha != 0)
     else:
         source = opmath(source)
-        source = source * jnp.asarray(alpha).astype(source.dtype)
+        source = source * _converted(alpha, source.dtype)
     return _add(out, at, source).reshape(self.shape)
 
 
@@ -473,7 +492,7 @@ def index_fill(self, dim, index, value):
     # A row of bools is scattered instead of whole slices.
     row = jnp.zeros(out.shape[dim % out.ndim], bool).at[at[-1]].set(True, **_AS_IS)
     row = row.reshape((-1,) + (1,) * (out.ndim - 1 - dim % out.ndim))
-    return jnp.where(row, jnp.asarray(value).astype(self.dtype), out).reshape(self.shape)
+    return jnp.where(row, _converted(value, self.dtype), out).reshape(self.shape)
 
 
 @ops.lowering("aten::index_reduce")
@@ -593,6 +612,12 @@ def as_strided_scatter(self, src, size, stride, storage_offset=None):
 
     `self` is taken to be contiguous. An element viewed twice takes one of its values.
     """
+    last = (storage_offset or 0) + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if 0 not in size and last >= self.size:
+        raise ShapeError(
+            f"aten::as_strided_scatter: size={size}, stride={stride} and storage_offset={storage_offset} reach element "
+            f"{last}, but `self` has {self.size}."
+        )
     position = jnp.full(size, storage_offset or 0, jnp.int64)
     for d, step in enumerate(stride):
         position += lax.broadcasted_iota(jnp.int64, size, d) * step

@@ -136,21 +136,25 @@ def repeat(self, repeats):
     return jnp.tile(self, repeats)
 
 
-@ops.lowering(
-    "aten::repeat_interleave.Tensor",
-    data_dependent="torch.repeat_interleave(..., output_size=n)",
-)
-def repeat_interleave(repeats, *, output_size=None):
+@ops.lowering("aten::repeat_interleave.Tensor")
+def repeat_interleave(repeats, *, output_size):
     """Each index i, `repeats[i]` times: [0, 0, 2] for [2, 0, 1].
 
     returns: (output_size,), by default (sum(repeats),), in the dtype of `repeats`
     """
-    if output_size is None:
-        if repeats.size and int(jnp.min(repeats)) < 0:
-            raise RuntimeError("repeats can not be negative")
-        output_size = int(jnp.sum(repeats))
-    ends = jnp.cumsum(repeats)
-    return jnp.searchsorted(ends, jnp.arange(output_size), side="right").astype(repeats.dtype)
+    return jnp.searchsorted(jnp.cumsum(repeats), jnp.arange(output_size), side="right").astype(repeats.dtype)
+
+
+@ops.data_dependent_case(
+    "aten::repeat_interleave.Tensor",
+    when=lambda repeats, *, output_size=None: output_size is None,
+    instead="torch.repeat_interleave(..., output_size=n)",
+)
+def repeat_interleave_counted(repeats, *, output_size=None):
+    """As `repeat_interleave`, the size being the sum of `repeats`."""
+    if repeats.size and int(jnp.min(repeats)) < 0:
+        raise RuntimeError("repeats can not be negative")
+    return repeat_interleave(repeats, output_size=int(jnp.sum(repeats)))
 
 
 @ops.lowering("aten::roll")

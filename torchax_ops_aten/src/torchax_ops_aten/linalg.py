@@ -353,14 +353,29 @@ def linalg_inv_ex(A, *, check_errors=False):
 _also_checked("aten::linalg_inv_ex", linalg_inv_ex, "linalg.inv_ex")
 
 
-# The next three are torch code because for a contiguous real A their LU is that of the transpose, as torch's C++ has it
+@ops.lowering("aten::_linalg_solve_ex")
+def linalg_solve_ex(A, B, *, left=True, check_errors=False):
+    """X with `A @ X = B` (`X @ A = B` unless `left`), with A's compact LU, pivots and info.
+
+    A: (..., n, n). B: (..., n, k), or (..., k, n) unless `left`; or vectors, if its shape is A's without the last size.
+    """
+    lu, pivots, info = linalg_lu_factor_ex(A)
+    vectors = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
+    x = linalg_lu_solve(lu, pivots, B[..., None] if vectors else B, left=left)
+    return x[..., 0] if vectors else x, lu, pivots, info
+
+
+_also_checked("aten::_linalg_solve_ex", linalg_solve_ex, "torch.linalg.solve_ex")
+
+
+# The next two are torch code because for a contiguous real A their LU is that of the transpose, as torch's C++ has it
 # for the sake of LAPACK, and the backward formulas ask A's strides which one it is. A lowering does not see strides.
 
 
-def _lu_as_torch_does(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """The compact LU, pivots and info of A or, as the last result tells, of its transpose."""
+def _lu_as_torch_does(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The compact LU and pivots of A or of its transpose."""
     transposed = a.is_contiguous() and not a.is_complex()
-    return *torch.ops.aten.linalg_lu_factor_ex(a.mT if transposed else a), transposed
+    return torch.ops.aten.linalg_lu_factor_ex(a.mT if transposed else a)[:2]
 
 
 def _sign_of(pivots: torch.Tensor) -> torch.Tensor:
@@ -372,31 +387,16 @@ def _sign_of(pivots: torch.Tensor) -> torch.Tensor:
 @ops.decomposition("aten::_linalg_det")
 def linalg_det(A):
     """The determinant of (..., n, n), with the compact LU and pivots that its backward formula uses."""
-    lu, pivots, _, _ = _lu_as_torch_does(A)
+    lu, pivots = _lu_as_torch_does(A)
     return lu.diagonal(0, -2, -1).prod(-1) * _sign_of(pivots), lu, pivots
 
 
 @ops.decomposition("aten::_linalg_slogdet")
 def linalg_slogdet(A):
     """Sign and logarithm of the absolute value of the determinant, with the compact LU and pivots."""
-    lu, pivots, _, _ = _lu_as_torch_does(A)
+    lu, pivots = _lu_as_torch_does(A)
     diagonal = lu.diagonal(0, -2, -1)
     return diagonal.sgn().prod(-1) * _sign_of(pivots), diagonal.abs().log().sum(-1), lu, pivots
-
-
-@ops.decomposition("aten::_linalg_solve_ex")
-def linalg_solve_ex(A, B, *, left=True, check_errors=False):
-    """X with `A @ X = B` (`X @ A = B` unless `left`), with the compact LU, pivots and info.
-
-    A: (..., n, n). B: (..., n, k), or (..., k, n) unless `left`; or vectors, if its shape is A's without the last size.
-    `check_errors` is not looked at; torch.linalg.solve checks by itself.
-    """
-    lu, pivots, info, transposed = _lu_as_torch_does(A)
-    vectors = B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1])
-    result = torch.ops.aten.linalg_lu_solve(
-        lu, pivots, B.unsqueeze(-1) if vectors else B, left=left, adjoint=transposed
-    )
-    return result.squeeze(-1) if vectors else result, lu, pivots, info
 
 
 # -- LDL ---------------------------------------------------------------------------------------------------------------
@@ -660,6 +660,22 @@ def _polynomial(x: jax.Array, identity: jax.Array, coefficients: tuple[float, ..
     return total
 
 
+@ops.lowering("aten::diag_embed")
+def diag_embed(self, offset=0, dim1=-2, dim2=-1):
+    """Matrices with the last dimension of `self` on a diagonal, and 0 elsewhere.
+
+    self:    (..., n).
+    returns: (..., m, m) with m = n + abs(offset), the two matrix dimensions then moved to `dim1` and `dim2`.
+    """
+    n, above = self.shape[-1], max(-offset, 0)
+    m = n + abs(offset)
+    index = jnp.arange(m)
+    by_row = jnp.pad(self, [(0, 0)] * (self.ndim - 1) + [(above, m - n - above)])
+    on_diagonal = index[None, :] - index[:, None] == offset
+    matrices = jnp.where(on_diagonal, by_row[..., :, None], jnp.zeros((), self.dtype))
+    return jnp.moveaxis(matrices, (-2, -1), (dim1, dim2))
+
+
 @ops.lowering("aten::linalg_cross", promote=SAME)
 def linalg_cross(self, other, *, dim=-1):
     """The cross product of 3-vectors along `dim`; all other dimensions are broadcast."""
@@ -715,16 +731,9 @@ def cdist_forward(x1, x2, p, compute_mode):
 
 @ops.lowering("aten::_cdist_backward", static=("p",))
 def cdist_backward(grad_output, x1, x2, p, cdist):
-    """The gradient of `cdist` by `x1`, in the shape of `x1`."""
+    """The gradient of `cdist` by `x1`: (..., r1, k), with the batches of both."""
     slope = _distance_gradient(x1[..., :, None, :] - x2[..., None, :, :], cdist, p)
-    return _sum_to((grad_output[..., None] * slope).sum(-2), x1.shape)
-
-
-def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x` summed over the dimensions in which `shape` was broadcast to it."""
-    extra = x.ndim - len(shape)
-    axes = tuple(range(extra)) + tuple(i + extra for i, size in enumerate(shape) if size == 1 != x.shape[i + extra])
-    return x.sum(axes).reshape(shape)
+    return (grad_output[..., None] * slope).sum(-2)
 
 
 def _pairs(n: int) -> tuple[jax.Array, jax.Array]:

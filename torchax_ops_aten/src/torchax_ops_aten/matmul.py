@@ -14,9 +14,12 @@ import jax.numpy as jnp
 import torch
 
 from torchax_core.opset import OpSet
-from torchax_core.promotion import opmath
+from torchax_core.promotion import SAME, opmath
 
 ops = OpSet("torchax_ops_aten.matmul")
+
+_ADDED = SAME.of("self", "beta", "alpha")
+"""What is added, and its factors, come in one type; the matrices stay in theirs, which the hardware may multiply in."""
 
 _PRECISION = {
     "highest": jax.lax.Precision.HIGHEST,
@@ -82,19 +85,19 @@ def bmm_dtype(self, mat2, out_dtype):
     return bmm(self, mat2).astype(out_dtype)
 
 
-@ops.lowering("aten::addmm")
+@ops.lowering("aten::addmm", promote=_ADDED)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1):
     """`beta * self + alpha * mat1 @ mat2`; `self` broadcasts to (n, m), and is not read where `beta` is 0."""
     return _added(self, mm(mat1, mat2), beta, alpha)
 
 
-@ops.lowering("aten::addmm.dtype")
+@ops.lowering("aten::addmm.dtype", promote=_ADDED)
 def addmm_dtype(self, mat1, mat2, out_dtype, *, beta=1, alpha=1):
     """`addmm` with the result in `out_dtype`, rounded once."""
     return addmm(self, mat1, mat2, beta=beta, alpha=alpha).astype(out_dtype)
 
 
-@ops.lowering("aten::_addmm_activation")
+@ops.lowering("aten::_addmm_activation", promote=_ADDED)
 def _addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False):
     """`addmm` followed by relu, or by the tanh form of gelu, before rounding.
 
@@ -104,19 +107,19 @@ def _addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False):
     return jax.nn.gelu(out, approximate=False) if use_gelu else jax.nn.relu(out)
 
 
-@ops.lowering("aten::baddbmm")
+@ops.lowering("aten::baddbmm", promote=_ADDED)
 def baddbmm(self, batch1, batch2, *, beta=1, alpha=1):
     """`beta * self + alpha * batch1 @ batch2`; `self` broadcasts to (b, n, m), and is not read where `beta` is 0."""
     return _added(self, bmm(batch1, batch2), beta, alpha)
 
 
-@ops.lowering("aten::baddbmm.dtype")
+@ops.lowering("aten::baddbmm.dtype", promote=_ADDED)
 def baddbmm_dtype(self, batch1, batch2, out_dtype, *, beta=1, alpha=1):
     """`baddbmm` with the result in `out_dtype`, rounded once."""
     return baddbmm(self, batch1, batch2, beta=beta, alpha=alpha).astype(out_dtype)
 
 
-@ops.lowering("aten::addbmm")
+@ops.lowering("aten::addbmm", promote=_ADDED)
 def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
     """`beta * self + alpha * sum_b batch1[b] @ batch2[b]`: (b, n, k), (b, k, m) -> (n, m)."""
     return _added(self, product(batch1, batch2, ((0, 2), (0, 1))), beta, alpha)
@@ -128,7 +131,7 @@ def mv(self, vec):
     return product(self, vec, ((1,), (0,)))
 
 
-@ops.lowering("aten::addmv")
+@ops.lowering("aten::addmv", promote=_ADDED)
 def addmv(self, mat, vec, *, beta=1, alpha=1):
     """`beta * self + alpha * mat @ vec`; `self` broadcasts to (n,), and is not read where `beta` is 0."""
     return _added(self, mv(mat, vec), beta, alpha)

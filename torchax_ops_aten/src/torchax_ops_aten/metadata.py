@@ -13,7 +13,7 @@ from torchax_core.opset import OpSet
 ops = OpSet("torchax_ops_aten.metadata")
 
 
-@ops.decomposition("aten::is_same_size")
+@ops.decomposition("aten::is_same_size", whole=False)
 def is_same_size(self, other):
     """Whether the shapes are equal, without broadcasting. returns: bool"""
     return self.shape == other.shape

@@ -79,13 +79,14 @@ def native_batch_norm_stats(input, weight, bias, running_mean, running_var, trai
 def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):
     """What `F.batch_norm` arrives as. It writes the running statistics though its schema does not say so, hence torch
     code: the op called here says so, and the core derives the write."""
+    torch._check_value(
+        (running_mean is None) == (running_var is None),
+        lambda: "running_mean and running_var must either both be None or neither be None",
+    )
     if not training:
         return aten._native_batch_norm_legit_no_training(input, weight, bias, running_mean, running_var, momentum, eps)
     if running_mean is None and running_var is None:
         return aten._native_batch_norm_legit.no_stats(input, weight, bias, True, momentum, eps)
-    # Keeping only one of the two is allowed; the other's place is taken by a scratch tensor.
-    running_mean = torch.zeros_like(running_var) if running_mean is None else running_mean
-    running_var = torch.zeros_like(running_mean) if running_var is None else running_var
     return aten._native_batch_norm_legit(input, weight, bias, running_mean, running_var, True, momentum, eps)
 
 

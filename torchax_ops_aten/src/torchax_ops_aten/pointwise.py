@@ -39,6 +39,18 @@ def _default_float() -> Any:
     return jnp.float64 if torch.get_default_dtype() is torch.float64 else jnp.float32
 
 
+def _require_whole(op: str, x: jax.Array) -> None:
+    if not _is_whole(x):
+        raise NotImplementedError(f"\"{op}\" not implemented for '{x.dtype}': it takes integers")
+
+
+def _require_same_dtype(x: jax.Array, y: jax.Array) -> None:
+    if x.dtype != y.dtype:
+        names = {"float16": "Half", "float32": "Float", "float64": "Double"}
+        x_name, y_name = (names.get(str(a.dtype), str(a.dtype)) for a in (x, y))
+        raise RuntimeError(f"Expected object of scalar type {x_name} but got scalar type {y_name} for second argument")
+
+
 def _times(factor: Any, x: jax.Array) -> jax.Array:
     """`factor * x`. A factor left at its default 1 is dropped: times a complex infinity it would make NaN."""
     return x if isinstance(factor, (int, float)) and factor == 1 else factor * x
@@ -55,14 +67,19 @@ def add(self, other, *, alpha=1):
 
 @ops.lowering("aten::sub.Tensor", "aten::sub.Scalar", promote=SAME)
 def sub(self, other, *, alpha=1):
-    """`self - alpha * other`."""
+    """`self - alpha * other`; not of bools."""
+    if self.dtype == bool:
+        raise NotImplementedError(
+            "Subtraction, the `-` operator, with two bool tensors is not supported. "
+            "Use the `^` or `logical_xor()` operator instead."
+        )
     return self - _times(alpha, other)
 
 
 @ops.lowering("aten::rsub.Tensor", "aten::rsub.Scalar", promote=SAME)
 def rsub(self, other, *, alpha=1):
-    """`other - alpha * self`."""
-    return other - _times(alpha, self)
+    """`other - alpha * self`; not of bools."""
+    return sub(other, self, alpha=alpha)
 
 
 @ops.lowering("aten::_add_relu.Tensor", "aten::_add_relu.Scalar", promote=SAME)
@@ -71,7 +88,18 @@ def _add_relu(self, other, *, alpha=1):
     return jnp.maximum(self + _times(alpha, other), 0)
 
 
-ops.table(SAME, {"aten::mul.Tensor": jnp.multiply, "aten::mul.Scalar": jnp.multiply, "aten::neg": jnp.negative})
+@ops.lowering("aten::neg", promote=SAME)
+def neg(self):
+    """`-self`; not of bools."""
+    if self.dtype == bool:
+        raise NotImplementedError(
+            "Negation, the `-` operator, on a bool tensor is not supported. "
+            "If you are trying to invert a mask, use the `~` or `logical_not()` operator instead."
+        )
+    return -self
+
+
+ops.table(SAME, {"aten::mul.Tensor": jnp.multiply, "aten::mul.Scalar": jnp.multiply})
 ops.table(INT_TO_FLOAT, {"aten::div.Tensor": jnp.true_divide, "aten::div.Scalar": jnp.true_divide})
 
 
@@ -99,6 +127,10 @@ def _truncated_quotient(a: jax.Array, b: jax.Array) -> jax.Array:
 @ops.lowering("aten::div.Tensor_mode", "aten::div.Scalar_mode", promote=SAME)
 def div_mode(self, other, *, rounding_mode=None):
     """`self / other`, true (`rounding_mode` None), or rounded to a whole number ("trunc": toward 0, "floor": down)."""
+    if rounding_mode not in (None, "trunc", "floor"):
+        raise RuntimeError(
+            f"div expected rounding_mode to be one of None, 'trunc', or 'floor' but found {rounding_mode!r}"
+        )
     self, other = jnp.broadcast_arrays(self, other)
     if rounding_mode is None:
         if _is_whole(self):
@@ -182,6 +214,8 @@ def pow_tensor(self, exponent):
 def pow_scalar(self, exponent):
     """`self ** exponent`. The exponent is part of the program: the common ones are products and roots."""
     if _is_whole(self):
+        if exponent < 0:
+            raise RuntimeError("Integers to negative integer powers are not allowed.")
         return lax.integer_pow(self, int(exponent))
     if exponent == 0.5:
         return lax.sqrt(self)
@@ -268,7 +302,13 @@ ops.table(SAME, {"aten::hypot": jnp.hypot})
 # -- signs and parts -----------------------------------------------------------------------------
 
 ops.table(COMPLEX_TO_FLOAT, {"aten::abs": jnp.abs})
-ops.table(SAME, {"aten::conj_physical": jnp.conj, "aten::_conj_physical": jnp.conj})
+ops.table(SAME, {"aten::_conj_physical": jnp.conj})
+
+
+@ops.lowering("aten::conj_physical", promote=SAME, composite_grad="decompose")
+def conj_physical(self):
+    """The complex conjugate, written out. Here for its in-place and out= forms, which torch does not decompose."""
+    return jnp.conj(self)
 
 
 @ops.lowering("aten::angle")
@@ -318,12 +358,14 @@ def frexp(self):
 @ops.lowering("aten::complex")
 def complex_(real, imag):
     """`real + i imag`, of two real tensors."""
+    _require_same_dtype(real, imag)
     return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 
 @ops.lowering("aten::polar")
 def polar(abs, angle):
     """The complex number of length `abs` and argument `angle`."""
+    _require_same_dtype(abs, angle)
     return lax.complex(*jnp.broadcast_arrays(abs * jnp.cos(angle), abs * jnp.sin(angle)))
 
 
@@ -371,6 +413,10 @@ def where(condition, self, other):
 @ops.lowering("aten::clamp", "aten::clamp.Tensor", promote=SAME)
 def clamp(self, min=None, max=None):
     """`self` raised to `min` and then lowered to `max`; so where `min > max`, `max`. NaN stays NaN."""
+    if min is None and max is None:
+        raise RuntimeError("torch.clamp: At least one of 'min' or 'max' must not be None")
+    if _is_complex(self):
+        raise NotImplementedError("clamp is not supported for complex types")
     if min is not None:
         self = jnp.maximum(self, min)
     return self if max is None else jnp.minimum(self, max)
@@ -400,9 +446,11 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None):
     return jnp.where(self == -jnp.inf, limits.min if neginf is None else neginf.astype(self.dtype), replaced)
 
 
-@ops.lowering("aten::heaviside", promote=SAME)
+@ops.lowering("aten::heaviside")
 def heaviside(self, values):
     """0 where `self < 0`, 1 where `self > 0`, `values` where it is 0; 0 for NaN."""
+    if self.dtype != values.dtype:
+        raise RuntimeError("heaviside is not yet implemented for tensors with different dtypes.")
     return jnp.where(self == 0, values, (self > 0).astype(self.dtype))
 
 
@@ -415,6 +463,7 @@ def gcd(self, other):
 
     Not `jnp.gcd`: that never returns for the most negative integer, whose absolute value is negative.
     """
+    _require_whole("gcd", self)
 
     def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         a, b = state
@@ -442,6 +491,7 @@ def lcm(self, other):
 )
 def bitwise_left_shift(self, other):
     """`self * 2**other` modulo 2**bits; 0 for a shift by `bits` or more, or by a negative number."""
+    _require_whole("lshift", self)
     return lax.shift_left(*jnp.broadcast_arrays(self, other))
 
 
@@ -455,6 +505,7 @@ def bitwise_left_shift(self, other):
 )
 def bitwise_right_shift(self, other):
     """`self / 2**other` rounded down; 0 or -1 for a shift by `bits` or more, or by a negative number."""
+    _require_whole("rshift", self)
     self, other = jnp.broadcast_arrays(self, other)
     if jnp.issubdtype(self.dtype, jnp.unsignedinteger):
         return lax.shift_right_logical(self, other)

@@ -87,6 +87,18 @@ def count_nonzero(self, dim=None):
     return jnp.sum(self != 0, axis=axes_of(self, dim), dtype=np.int64)
 
 
+@ops.lowering("aten::hash_tensor")
+def hash_tensor(self, dim=(), *, keepdim=False, mode=0):
+    """All bits exclusively or-ed over `dim`, or over all: of integers as 64-bit ones, of floats as float64. uint64."""
+    if jnp.issubdtype(self.dtype, jnp.floating):
+        bits = lax.bitcast_convert_type(self.astype(np.float64), np.uint64)
+    else:
+        bits = self.astype(np.int64 if self.dtype != np.uint64 else np.uint64).astype(np.uint64)
+    axes = axes_of(self, dim)
+    reduced = lax.reduce(bits, np.uint64(0), lax.bitwise_xor, axes)
+    return jnp.expand_dims(reduced, axes) if keepdim else reduced
+
+
 @ops.lowering("aten::trace")
 def trace(self):
     """The sum of the main diagonal of a matrix. self: (n, m). returns: ()"""
@@ -148,8 +160,8 @@ def _refuse_empty(op: str, x: jax.Array) -> None:
     """torch's own error; the meta kernels of `max` and `min` do not raise it."""
     if x.size == 0:
         raise RuntimeError(
-            f"{op}(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the "
-            "'dim' argument."
+            f"{op}(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with "
+            "the 'dim' argument."
         )
 
 
@@ -178,8 +190,8 @@ def _extreme_with_index(
 ) -> tuple[jax.Array, jax.Array]:
     """The extreme along `dim`, or of the flattened tensor, and its first position; a NaN beats every number.
 
-    One reduction of (value, index) pairs. jax.lax.argmax is not used: it is lowered outside of our 64-bit context, where
-    it cannot take 64-bit operands.
+    One reduction of (value, index) pairs. jax.lax.argmax is not used: it is lowered outside of our 64-bit context,
+    where it cannot take 64-bit operands.
     """
     if x.ndim == 0:
         return x, jnp.zeros((), np.int64)
@@ -408,6 +420,10 @@ def _data_range(x: jax.Array, low: Any, high: Any) -> tuple[jax.Array, jax.Array
     return jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
 
 
+def _exponent_and_mantissa_bits(dtype: np.dtype) -> tuple[int, int]:
+    return jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant
+
+
 @ops.lowering("aten::histc")
 def histc(self, bins=100, min=0, max=0):
     """How many elements fall into each of `bins` equal intervals of [min, max]; elements outside, and NaN, in none.
@@ -417,7 +433,13 @@ def histc(self, bins=100, min=0, max=0):
     """
     x = opmath(self).ravel()
     low, high = _data_range(x, min, max)
-    position = jnp.minimum(((x - low) * bins / (high - low)).astype(np.int32), bins - 1)
+
+    def rounded(y: jax.Array) -> jax.Array:
+        # torch bins half types in their own arithmetic, which decides where elements near the ends of intervals go
+        return y if y.dtype == self.dtype else lax.reduce_precision(y, *_exponent_and_mantissa_bits(self.dtype))
+
+    place = rounded(rounded(rounded(x - low) * bins) / rounded(high - low))
+    position = jnp.minimum(place.astype(np.int32), bins - 1)
     inside = (x >= low) & (x <= high)
     return jnp.zeros(bins, np.int64).at[jnp.where(inside, position, bins)].add(1, mode="drop")
 

@@ -7,7 +7,6 @@ alone and are computed by NumPy when an op is traced. Its gradients are the tran
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -106,17 +105,18 @@ def _antialiased_taps(
 ) -> Taps:
     """As many neighbours as the kernel spans once widened to the output's step, weights brought to a sum of 1.
 
-    source: HelperInterpBase::_compute_indices_min_size_weights_aa, aten/src/ATen/native/cpu/UpSampleKernel.cpp, after
-            Pillow. `reach` is half the kernel's width.
+    `reach` is half the kernel's width.
+
+    source: HelperInterpBase::_compute_index_ranges_weights, aten/src/ATen/native/cpu/UpSampleKernel.cpp, after Pillow.
     """
-    step = _source_scale(size, out, scale, align_corners, dtype)
-    support = reach * max(float(step), 1.0)
-    inverse = 1 / max(float(step), 1.0)
-    center = float(step) * (np.arange(out) + 0.5)
+    step = float(_source_scale(size, out, scale, align_corners, dtype))
+    widening = max(step, 1.0)
+    support = reach * widening
+    center = step * (np.arange(out) + 0.5)
     start = np.maximum((center - support + 0.5).astype(np.int64), 0)
     stop = np.minimum((center + support + 0.5).astype(np.int64), size)
     positions = start[:, None] + np.arange(math.ceil(support) * 2 + 1)
-    weights = kernel((positions - center[:, None] + 0.5) * inverse)
+    weights = kernel((positions - center[:, None] + 0.5) / widening)
     weights = np.where(positions < stop[:, None], weights, 0)
     total = weights.sum(1, keepdims=True)
     weights = np.divide(weights, total, out=weights, where=total != 0)
@@ -126,14 +126,36 @@ def _antialiased_taps(
 # -- resampling by taps ------------------------------------------------------------------------------
 
 
-def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float | None], taps) -> jax.Array:
-    """`self` (n, c, *spatial) resampled to (n, c, *output_size), the last dim first, as torch does.
+def _weighed(windows: jax.Array, weights: np.ndarray, axis: int) -> jax.Array:
+    """The sum of `windows` (..., taps, ...) along `axis`, each tap times its weight."""
+    # A weight of 0 takes nothing: an inf or NaN beside a window stays outside.
+    return jnp.where(weights != 0, windows * weights, 0).sum(axis)
 
-    Integers (uint8 images) are rounded after each dim, halves up, as torch's integer kernels do.
+
+def _merged(positions: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """`weights` with those of one position, where an edge is repeated, in the first tap that has it."""
+    same = positions[:, :, None] == positions[:, None, :]
+    first = same.argmax(2) == np.arange(positions.shape[1])
+    return np.where(first, (same * weights[:, None, :]).sum(2), 0)
+
+
+def _weighed_integers(windows: jax.Array, weights: np.ndarray, axis: int) -> jax.Array:
+    """`_weighed` for uint8 images to the bit, in the fixed point arithmetic of torch's kernels (and Pillow's).
+
+    Weights are 16 bits with as many of them after the point as the largest allows.
     """
-    x = opmath(self)
-    integer = not jnp.issubdtype(x.dtype, jnp.inexact)
-    dtype = np.dtype(np.float32 if integer else x.real.dtype)
+    largest = weights.max(initial=0)
+    point = next(p for p in range(22) if p == 21 or int(0.5 + largest * 2 ** (p + 1)) >= 2**15)
+    fixed = np.trunc(weights * 2**point + np.copysign(0.5, weights)).astype(np.int32)
+    total = (windows * fixed).sum(axis, dtype=jnp.int32)
+    return jnp.clip((total + 2 ** (point - 1)) >> point, 0, 255)
+
+
+def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float | None], taps) -> jax.Array:
+    """`self` (n, c, *spatial) resampled to (n, c, *output_size), the last dim first, as torch does."""
+    integer = jnp.issubdtype(self.dtype, jnp.integer)
+    x = self.astype(jnp.int32) if integer else opmath(self)
+    dtype = np.dtype(np.float64 if integer else x.dtype)
     ndim = len(output_size)
     for place in reversed(range(ndim)):
         axis = 2 + place
@@ -141,13 +163,13 @@ def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float 
         if weights is None:
             x = jnp.take(x, positions[:, 0], axis=axis)
             continue
-        windows = jnp.take(x, positions, axis=axis)
-        weights = weights.reshape(*weights.shape, *(1,) * (ndim - place - 1))
-        # A weight of 0 takes nothing: an inf or NaN beside a window stays outside.
-        x = jnp.where(weights != 0, windows * weights, 0).sum(axis + 1)
         if integer:
-            limits = jnp.iinfo(self.dtype)
-            x = jnp.clip(jnp.floor(x + 0.5), limits.min, limits.max)
+            if x.shape[axis] == output_size[place]:
+                continue  # whatever the scale, as torch has it
+            weights = _merged(positions, weights)
+        weights = weights.reshape(*weights.shape, *(1,) * (ndim - place - 1))
+        weigh = _weighed_integers if integer else _weighed
+        x = weigh(jnp.take(x, positions, axis=axis), weights, axis + 1)
     return x
 
 
@@ -313,6 +335,12 @@ def _reflected(position: jax.Array, low: float, high: float) -> jax.Array:
     return jnp.where(folds % 2 == 0, beyond + low, high - beyond)
 
 
+def _clipped(position: jax.Array, size: int) -> jax.Array:
+    """`position` brought into [0, size - 1]. Its gradient is 0 where that changed it, and at the very edges."""
+    clipped = jax.lax.stop_gradient(jnp.clip(position, 0, size - 1))
+    return jnp.where((position > 0) & (position < size - 1), position, clipped)
+
+
 def _padded(position: jax.Array, size: int, padding_mode: int, align_corners: bool) -> jax.Array:
     """`position` in elements, brought inside as `padding_mode` says; zeros leaves it outside."""
     if padding_mode == _ZEROS:
@@ -320,7 +348,7 @@ def _padded(position: jax.Array, size: int, padding_mode: int, align_corners: bo
     if padding_mode == _REFLECTION:
         low, high = (0, size - 1) if align_corners else (-0.5, size - 0.5)
         position = _reflected(position, low, high)
-    return jnp.clip(position, jnp.zeros((), position.dtype), jnp.asarray(size - 1, position.dtype))
+    return _clipped(position, size)
 
 
 def _sampled(image: jax.Array, places: Sequence[jax.Array]) -> jax.Array:
@@ -353,22 +381,23 @@ def _grid_sample(
     if interpolation_mode == _NEAREST:
         return _sampled(image, [jnp.round(p) for p in positions])
 
-    lows = [jnp.floor(jax.lax.stop_gradient(p)) for p in positions]
-    offsets = (0, 1) if interpolation_mode == _BILINEAR else (-1, 0, 1, 2)
-    total = jnp.zeros((), image.dtype)
-    for tap in itertools.product(offsets, repeat=len(spatial)):
-        weight = jnp.ones((), image.dtype)
-        places = []
-        for position, low, offset, size in zip(positions, lows, tap, spatial, strict=True):
-            place = low + offset
-            if interpolation_mode == _BICUBIC:
-                weight = weight * _cubic(position - low - offset, -0.75)
-                place = jnp.round(_padded(place, size, padding_mode, align_corners))
-            else:
-                weight = weight * (1 - (position - low) if offset == 0 else position - low)
-            places.append(place)
-        total = total + _sampled(image, places) * weight[:, None]
-    return total
+    # All taps at once: dim number `dim` has its taps in axis 1 + dim of what is gathered, (n, *taps, *out).
+    offsets = jnp.arange(2) if interpolation_mode == _BILINEAR else jnp.arange(-1, 3)
+    places, weight = [], jnp.ones((), image.dtype)
+    for dim, (position, size) in enumerate(zip(positions, spatial, strict=True)):
+        low = jnp.floor(jax.lax.stop_gradient(position))
+        tap_axes = tuple(range(1, 1 + len(spatial)))
+        along = offsets.reshape([-1 if axis == dim + 1 else 1 for axis in range(position.ndim + len(spatial))])
+        place = jnp.expand_dims(low, tap_axes) + along
+        distance = jnp.expand_dims(position - low, tap_axes) - along
+        if interpolation_mode == _BICUBIC:
+            weight = weight * _cubic(distance, -0.75)
+            place = jnp.round(_padded(place, size, padding_mode, align_corners))
+        else:
+            weight = weight * jnp.where(along == 0, 1 - distance, 1 + distance)
+        places.append(place)
+    taps = _sampled(image, jnp.broadcast_arrays(*places)) * weight[:, None]
+    return taps.sum(range(2, 2 + len(spatial)))
 
 
 def _grid_sample_backward(

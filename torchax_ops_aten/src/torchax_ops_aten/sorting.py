@@ -41,15 +41,13 @@ def sort(self, dim=-1, descending=False, *, stable=None):
     return sort_with_indices(self, dim % self.ndim, descending=descending)
 
 
-def _order_reversed(x: jax.Array) -> jax.Array:
-    """Integers that sort the other way round than `x`."""
+def _ranks(x: jax.Array, largest: bool) -> jax.Array:
+    """Keys of which lax.top_k takes first what torch would: it goes by IEEE's total order, -NaN < -inf < ... < NaN."""
     if jnp.issubdtype(x.dtype, jnp.floating):
-        bits = lax.bitcast_convert_type(x, np.dtype(f"int{8 * x.dtype.itemsize}"))
-        # -0.0 is 0.0; NaN, of either sign, is the largest.
-        bits = jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), jnp.iinfo(bits.dtype).max, bits))
-        # As integers, negative floats stand in reverse: turn them round.
-        x = jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
-    return ~x
+        return jnp.where(jnp.isnan(x), np.nan, x) if largest else jnp.where(jnp.isnan(x), -np.nan, -x)
+    if x.dtype == np.bool_:
+        x = x.astype(np.int8)
+    return x if largest else ~x
 
 
 @ops.lowering("aten::topk")
@@ -59,17 +57,10 @@ def topk(self, k, dim=-1, largest=True, sorted=True):
     returns: (values, indices), `dim` of length `k`
     """
     if self.ndim == 0:
-        return jnp.broadcast_to(self, ()), jnp.zeros((), np.int64)
+        return self, jnp.zeros((), np.int64)
     x = jnp.moveaxis(self, dim, -1)
-    keys = x.astype(np.int8) if x.dtype == np.bool_ else x
-    if largest:
-        if jnp.issubdtype(keys.dtype, jnp.floating):
-            keys = jnp.where(jnp.isnan(keys), jnp.nan, keys)  # lax.top_k puts NaNs of negative sign last
-        values, indices = lax.top_k(keys, k)
-    else:
-        _, indices = lax.top_k(_order_reversed(keys), k)
-        values = jnp.take_along_axis(x, indices, axis=-1)
-    return jnp.moveaxis(values, -1, dim).astype(self.dtype), jnp.moveaxis(indices, -1, dim)
+    _, indices = lax.top_k(_ranks(x, largest), k)
+    return jnp.moveaxis(jnp.take_along_axis(x, indices, axis=-1), -1, dim), jnp.moveaxis(indices, -1, dim)
 
 
 # -- search --------------------------------------------------------------------------------------
@@ -119,8 +110,8 @@ def bucketize(self, boundaries, *, out_int32=False, right=False):
         raise RuntimeError(f"boundaries tensor must be 1 dimension, but got dim({boundaries.ndim})")
     if boundaries.dtype != self.dtype:
         raise RuntimeError(
-            "torch.searchsorted(): boundary tensor and input value tensor should have same dtype, but got boundary tensor "
-            f"dtype {boundaries.dtype} and input value tensor dtype {self.dtype}"
+            "torch.searchsorted(): boundary tensor and input value tensor should have same dtype, but got boundary "
+            f"tensor dtype {boundaries.dtype} and input value tensor dtype {self.dtype}"
         )
     return searchsorted(boundaries, self, right=right)
 

@@ -169,8 +169,7 @@ def _zeta(x: jax.Array, q: jax.Array) -> jax.Array:
     undefined = (q < 0) & (x != jnp.floor(x))
     value = _zeta_inside(x, jnp.where(pole | undefined, 1, q))
     value = jnp.where(pole, jnp.inf, jnp.where(undefined, jnp.nan, value))
-    value = jnp.where(x == 1, jnp.inf, jnp.where(x < 1, jnp.nan, value))
-    return jnp.where(jnp.isnan(x), x, value)
+    return jnp.where(x == 1, jnp.inf, jnp.where(x < 1, jnp.nan, value))
 
 
 def _zeta_inside(x: jax.Array, q: jax.Array) -> jax.Array:
@@ -198,13 +197,15 @@ def _digamma(x: jax.Array) -> jax.Array:
 def _trigamma(x: jax.Array) -> jax.Array:
     """zeta(2, x); left of 0 by reflection. As in torch, the poles there are hit as closely only as pi is."""
     mirrored = jnp.where(x < 0, 1 - x, x)
-    value = lax.zeta(jnp.full_like(x, 2), mirrored)
+    value = jnp.where(x == jnp.inf, 0, lax.zeta(jnp.full_like(x, 2), mirrored))
     return jnp.where(x < 0, (math.pi / jnp.sin(math.pi * x)) ** 2 - value, value)
 
 
 @ops.lowering("aten::polygamma", promote=INT_TO_FLOAT)
 def polygamma(n, self):
     """The `n`-th derivative of digamma: `(-1)**(n + 1) * n! * zeta(n + 1, self)` for n > 0."""
+    if n < 0:
+        raise RuntimeError("polygamma(n, x) does not support negative n.")
     if n == 0:
         return _digamma(self)
     if n == 1:

@@ -1,0 +1,129 @@
+"""matmul.py against CPU torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchax_core
+from torchax_core.testing import assert_matches_torch, assert_same_error, sample
+
+HALF = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def close(fn, *args, dtype, **kwargs):
+    """CPU torch rounds half types at other moments than we do: once, at the end."""
+    tolerance = HALF.get(dtype)
+    assert_matches_torch(fn, *args, rtol=tolerance, atol=tolerance, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8]
+)
+def test_products(dtype):
+    a, b, v = sample((3, 4), dtype), sample((4, 5), dtype, seed=1), sample((4,), dtype, seed=2)
+    close(torch.mm, a, b, dtype=dtype, forms=("functional", "out"))
+    close(torch.mm, a.t().contiguous().t(), b[:, ::2], dtype=dtype)
+    close(torch.bmm, sample((2, 3, 4), dtype), sample((2, 4, 5), dtype, seed=1), dtype=dtype)
+    close(torch.mv, a, v, dtype=dtype)
+    close(torch.dot, v, sample((4,), dtype, seed=3), dtype=dtype)
+    close(torch.vdot, v, sample((4,), dtype, seed=3), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int32])
+def test_products_added(dtype):
+    factors = {"beta": 2, "alpha": 3}
+    if dtype.is_complex:
+        factors = {"beta": 2 - 1j, "alpha": 0.5j}
+    elif dtype.is_floating_point:
+        factors = {"beta": 0.5, "alpha": 2.5}
+    a, b = sample((3, 4), dtype, seed=1), sample((4, 5), dtype, seed=2)
+    for kwargs in ({}, factors):
+        close(torch.addmm, sample((3, 5), dtype), a, b, dtype=dtype, forms=("functional", "inplace", "out"), **kwargs)
+        close(torch.addmm, sample((5,), dtype), a, b, dtype=dtype, **kwargs)
+        close(torch.addmv, sample((3,), dtype), a, sample((4,), dtype, seed=3), dtype=dtype, **kwargs)
+        close(torch.addr, sample((3, 5), dtype), sample((3,), dtype), sample((5,), dtype), dtype=dtype, **kwargs)
+        c, d = sample((2, 3, 4), dtype, seed=1), sample((2, 4, 5), dtype, seed=2)
+        close(torch.baddbmm, sample((2, 3, 5), dtype), c, d, dtype=dtype, forms=("functional", "inplace"), **kwargs)
+        # torch adds bfloat16 batches up in bfloat16; we round once
+        close(torch.addbmm, sample((3, 5), dtype), c, d, dtype=torch.bfloat16, **kwargs)
+
+
+def test_integers_are_exact():
+    big = torch.tensor([[2**40 + 1, -3]])
+    assert_matches_torch(torch.mm, big, big.t())
+    assert_matches_torch(torch.addmm, big.t(), big.t(), torch.tensor([[1]]), beta=2**31 + 1, alpha=2**32 + 5)
+    int8 = sample((17, 16), torch.int8, low=-128, high=128)
+    assert_matches_torch(torch._int_mm, int8, sample((16, 8), torch.int8, low=-128, high=128, seed=1))
+
+
+def test_beta_zero_reads_nothing():
+    nan = torch.full((2, 2), float("nan"))
+    assert_matches_torch(torch.addmm, nan, torch.ones(2, 3), torch.ones(3, 2), beta=0)
+    assert_matches_torch(torch.baddbmm, nan.expand(2, 2, 2), torch.ones(2, 2, 3), torch.ones(2, 3, 2), beta=0.0)
+
+
+def test_empty():
+    assert_matches_torch(torch.mm, torch.empty(0, 3), torch.empty(3, 2))
+    assert_matches_torch(torch.mm, torch.empty(2, 0), torch.empty(0, 3))
+    assert_matches_torch(torch.addmm, torch.ones(2, 3), torch.empty(2, 0), torch.empty(0, 3), beta=2)
+    assert_matches_torch(torch.bmm, torch.empty(0, 2, 3), torch.empty(0, 3, 4))
+    assert_matches_torch(torch.dot, torch.empty(0), torch.empty(0))
+
+
+def test_gradients():
+    a, b, c = (sample(s, torch.float64, seed=i) for i, s in enumerate([(3, 4), (4, 5), (3, 5)]))
+    assert_matches_torch(torch.addmm, c, a, b, beta=0.5, alpha=2.0, grad=True)
+    assert_matches_torch(torch.mv, a, b[:, 0], grad=True)
+    assert_matches_torch(torch.addr, c, c[:, 0], c[0], grad=True)
+    assert_matches_torch(torch.vdot, *(sample((3,), torch.complex128, seed=i) for i in range(2)), grad=True)
+    assert_matches_torch(torch.baddbmm, c[None], a[None], b[None], grad=True)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [((4,), (4,)), ((3, 4), (4,)), ((2, 3, 4), (4, 5)), ((2, 1, 3, 4), (5, 4, 2)), ((4,), (2, 4, 3))]
+)
+def test_matmul(left, right):
+    assert_matches_torch(torch.matmul, sample(left, torch.float64), sample(right, torch.float64, seed=1), grad=True)
+
+
+def test_einsum_and_bilinear():
+    a, b = sample((2, 3, 4), torch.float64), sample((2, 4, 5), torch.float64, seed=1)
+    assert_matches_torch(lambda a, b: torch.einsum("bij,bjk->kib", a, b), a, b, grad=True)
+    weight, bias = sample((6, 4, 5), torch.float64, seed=2), sample((6,), torch.float64, seed=3)
+    assert_matches_torch(F.bilinear, a[0], b[0, :3], weight, bias, grad=True)
+    assert_matches_torch(F.bilinear, a, b[:, :3], weight, grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_linear(dtype):
+    weight, bias = sample((5, 4), dtype, seed=1), sample((5,), dtype, seed=2)
+    for shape in [(4,), (3, 4), (2, 3, 4), (0, 4)]:
+        close(F.linear, sample(shape, dtype), weight, bias, dtype=dtype)
+    close(F.linear, sample((3, 4), dtype), weight, dtype=dtype)
+    close(F.linear, sample((3, 4), dtype), weight[0], dtype=dtype)
+    close(F.linear, sample((2, 3, 4), dtype), weight, bias, dtype=dtype, grad=dtype is torch.float64)
+
+
+def test_half_types_accumulate_in_float32():
+    ones = torch.ones(1, 4096, dtype=torch.bfloat16, device="jax")
+    assert (ones @ ones.t()).item() == 4096  # a bfloat16 sum of ones stops at 256
+
+
+def test_precision_is_the_users():
+    before = torch.get_float32_matmul_precision()
+    programs = {}
+    try:
+        for n, precision in enumerate(("highest", "medium"), start=7):
+            torch.set_float32_matmul_precision(precision)
+            x = torch.ones(n, n, device="jax")
+            programs[precision] = torchax_core.jit(lambda x: x @ x).lower(x).as_text()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert "HIGHEST" in programs["highest"]
+    assert "HIGHEST" not in programs["medium"]
+
+
+def test_errors_are_torchs():
+    assert_same_error(torch.mm, torch.ones(2, 3), torch.ones(2, 3))
+    assert_same_error(torch.bmm, torch.ones(2, 3), torch.ones(2, 3))
+    assert_same_error(torch.dot, torch.ones(2), torch.ones(3))
