@@ -109,6 +109,30 @@ def test_half_types_accumulate_in_float32():
     assert (ones @ ones.t()).item() == 4096  # a bfloat16 sum of ones stops at 256
 
 
+def test_grouped():
+    offs = torch.tensor([2, 3, 8], dtype=torch.int32)
+    x, w = sample((8, 16), torch.float32), sample((3, 16, 8), torch.float32, seed=1)
+    assert_matches_torch(torch._grouped_mm, x, w, offs=offs, rtol=1e-5, atol=1e-5, grad=True)
+    assert_matches_torch(torch._grouped_mm, x.bfloat16(), w.bfloat16(), offs=offs, rtol=2e-2, atol=2e-2)
+    assert_matches_torch(torch._grouped_mm, x.t()[:, :], sample((8, 4), torch.float32), offs=offs, rtol=1e-5, atol=1e-5)
+    columns = sample((16, 8), torch.float32, seed=2)
+    assert_matches_torch(torch._grouped_mm, w.mT, columns, offs=offs, rtol=1e-5, atol=1e-5)
+
+
+def test_quantized():
+    x, w = sample((16, 32), torch.bfloat16), sample((48, 32), torch.int8)
+    scales = sample((48,), torch.bfloat16, low=0, high=1)
+    assert_matches_torch(torch._weight_int8pack_mm, x, w, scales, rtol=2e-2, atol=2e-2)
+    a, b = (sample((n, 32), torch.float32, seed=n).to(torch.float8_e4m3fn) for n in (16, 48))
+    one, two = torch.tensor(0.5), torch.tensor(2.0)
+    assert_matches_torch(torch._scaled_mm, a, b.t(), one, two, out_dtype=torch.float32, rtol=1e-5, atol=1e-5)
+    rows, columns = sample((16, 1), torch.float32, low=0), sample((1, 48), torch.float32, low=0)
+    arguments = a, b.t(), rows, columns
+    ours = torch._scaled_mm(*(t.to("jax") for t in arguments), out_dtype=torch.bfloat16).cpu()
+    expected = (a.float() * rows) @ (b.t().float() * columns)
+    torch.testing.assert_close(ours.float(), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_precision_is_the_users():
     before = torch.get_float32_matmul_precision()
     programs = {}

@@ -59,6 +59,40 @@ def test_functional_batch_norm():
     assert_matches_torch(aten._native_batch_norm_legit.no_stats, x, w, b, True, 0.1, 1e-5)
 
 
+def test_batch_norm_over_two_processes():
+    """What nn.SyncBatchNorm does, here by hand for two unequal halves of a batch, is batch norm of the whole."""
+    x, grad = sample((5, 4, 3), torch.float64), sample((5, 4, 3), torch.float64, seed=7)
+    w, b = vectors(4)
+    mean, var = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    out = F.batch_norm(whole, mean, var, w, b, True)
+    out.backward(grad)
+
+    halves, grads = x.to("jax").split([2, 3]), grad.to("jax").split([2, 3])
+    w, b, ours_mean = w.to("jax"), b.to("jax"), torch.zeros(4, dtype=torch.float64, device="jax")
+    ours_var = ours_mean + 1
+    means, invstds = zip(*(torch.batch_norm_stats(h, 1e-5) for h in halves), strict=True)
+    counts = torch.tensor([6.0, 9.0], dtype=torch.float64, device="jax")
+    statistics = torch.batch_norm_gather_stats_with_counts(
+        halves[0], torch.stack(means), torch.stack(invstds), ours_mean, ours_var, 0.1, 1e-5, counts
+    )
+    torch.testing.assert_close(ours_mean.cpu(), mean)
+    torch.testing.assert_close(ours_var.cpu(), var)
+    ours = torch.cat([torch.batch_norm_elemt(h, w, b, *statistics, 1e-5) for h in halves])
+    torch.testing.assert_close(ours.cpu(), out.detach())
+
+    def reduced(h, g):
+        return torch.batch_norm_backward_reduce(g, h, *statistics, w, True, True, True)
+
+    sums = [sum(parts) for parts in zip(*map(reduced, halves, grads), strict=True)]
+    back = [
+        torch.batch_norm_backward_elemt(g, h, *statistics, w, sums[0], sums[1], counts.int())
+        for h, g in zip(halves, grads, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(back).cpu(), whole.grad)
+    torch.testing.assert_close(sums[3].cpu(), grad.sum((0, 2)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_keep_float32_statistics(dtype):
     x = sample((4, 3, 8), dtype)

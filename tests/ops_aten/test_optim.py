@@ -109,7 +109,7 @@ def test_in_place_writes_through_views():
     base = sample((4, 3), torch.float32)
 
     def write(base):
-        torch._foreach_mul_([base[0], base.t()[1]], 3.0)
+        torch._foreach_mul_([base[0], base.t()[1, 1:]], 3.0)
         return base
 
     assert_matches_torch(write, base)
@@ -120,8 +120,11 @@ def test_pointwise(name):
     f = foreach(name)
     xs, a, b = (tensors(torch.float32, seed=s, low=1, high=3) for s in (0, 9, 18))
     assert_matches_torch(f, xs, a, b)
-    assert_matches_torch(f, xs, a, b, 0.5, grad=True)
+    assert_matches_torch(f, xs, a, b, 0.5)
     assert_matches_torch(f, xs, a, b, [0.5, 1, 1.5, 2])
+    assert_matches_torch(
+        f, xs[2:], a[2:], b[2:], 0.5, grad=True
+    )  # CPU torch fails to differentiate addcdiv of () and (0,)
     half = mixed(torch.float16, torch.bfloat16)
     assert_matches_torch(f, half, mixed(torch.float32, torch.bfloat16, seed=4), half, value=0.5)
 

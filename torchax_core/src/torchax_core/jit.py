@@ -402,7 +402,10 @@ class _Program:
         """Run on these arguments: gather inputs, call the program, put its outputs where they belong."""
         if self.differentiable is not None:
             return self._run_differentiable(leaves)
-        outputs = self.compiled(*self._inputs(leaves))
+        inputs = self._inputs(leaves)
+        with jax.enable_x64(True):
+            outputs = self.compiled(*inputs)
+        del inputs  # what was donated is gone
         self.environment.random.count += self.draws
         for target, at in self.writes:
             if target.__class__ is Storage:
@@ -418,7 +421,8 @@ class _Program:
 
     def lower(self, leaves: list[Any]) -> Any:
         """The program lowered for these arguments, not run."""
-        return self.compiled.lower(*self._inputs(leaves))
+        with jax.enable_x64(True):
+            return self.compiled.lower(*self._inputs(leaves))
 
     def _inputs(self, leaves: list[Any]) -> list[Any]:
         random = self.environment.random

@@ -43,6 +43,7 @@ __all__ = ["CaseKernel", "DataDependentKernel", "DirectKernel", "LoweringKernel"
 # What the schema says of an argument, as far as a call needs to know.
 _TENSOR, _TENSORS, _SCALAR, _STATIC, _GENERATOR = "tensor", "tensors", "scalar", "static", "generator"
 
+_WIDE = frozenset({torch.float64, torch.int64, torch.complex128, torch.uint64})
 _PLAIN_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INTEGERS_ONLY = frozenset(
     {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "gcd", "lcm", "bitwise_left_shift", "bitwise_right_shift"}
@@ -112,16 +113,28 @@ _DEEPEST = 8  # an op may decompose into itself on smaller inputs, but not for e
 class _Entry:
     """One signature of one op, compiled: the function of arrays, and what its results are."""
 
-    __slots__ = ("avals", "body", "draws", "grads", "run", "single", "structure")
+    __slots__ = ("avals", "body", "compiled", "draws", "grads", "run", "single", "structure")
 
     def __init__(self, body: Callable[..., Any], avals: list[Any], structure: Any, draws: bool = False) -> None:
         self.draws = draws  # two more arrays: a random key and a count
         self.body = body
-        self.run = jax.jit(body, inline=True)
+        self.run = self.compiled = jax.jit(body, inline=True)
         self.avals = avals  # an Aval, None, or a list of avals, per result of the op
         self.structure = structure
         self.single: Aval | None = avals[0] if len(avals) == 1 and isinstance(avals[0], Aval) else None
         self.grads: dict[Any, Any] = {}
+
+    def for_wide(self) -> _Entry:
+        """Compile and run with 64-bit types on: some of JAX's primitives (argmax, bessel_i0e) are lowered by tracing more
+        JAX code, outside the body, and would narrow there what the body has kept wide."""
+        compiled = self.compiled
+
+        def run(*arrays: Any) -> Any:
+            with jax.enable_x64(True):
+                return compiled(*arrays)
+
+        self.run = run
+        return self
 
 
 class LoweringKernel:
@@ -187,8 +200,8 @@ class LoweringKernel:
                 arrays.append(a._store.array)
             elif cls is View:
                 _scan_view(a, key, arrays)
-            elif kind is _STATIC:
-                key.append(tuple(a) if cls is list else a)
+            elif kind is _STATIC and (cls is int or a is None):
+                key.append(a)
             else:
                 self._scan(a, kind, key, arrays)
         generator = None
@@ -289,7 +302,10 @@ class LoweringKernel:
         if avals is None:
             avals = self._avals_by_tracing(body, [*arrays, jax.random.key(0), np.uint32(0)] if draws else arrays)
             body = self._guarded(call, avals)
-        return _Entry(body, avals, _structure(self.schema), draws)
+        entry = _Entry(body, avals, _structure(self.schema), draws)
+        tensors = [m.dtype for m in _leaves(list(metas.values())) if isinstance(m, torch.Tensor)]
+        results = [a.dtype for a in _flat_avals(avals) if a is not None]
+        return entry.for_wide() if any(d in _WIDE for d in tensors + results) else entry
 
     def _draws(self, bound: dict[str, Any], metas: dict[str, Any], arrays: list[Any]) -> bool:
         """Whether this call draws random numbers. A body whose key is optional (dropout_p = 0) is tried without one."""

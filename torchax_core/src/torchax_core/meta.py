@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/meta.html
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
 import warnings
@@ -115,30 +116,14 @@ def _spare_dynamo() -> None:
     They are wrapped so that dynamo, once loaded, does not trace into them; the wrapper asks dynamo on its first call. Until
     somebody else loads dynamo there is nothing to ask, and the wrapped function is called as it is.
     """
-    seen: set[int] = set()
-    from torch._decomp import global_decomposition_table
+    import torch._meta_registrations  # with all the decompositions and refs that it builds on
 
-    modules = [sys.modules.get(name) for name in ("torch._refs", "torch._refs.nn.functional", "torch._refs.special")]
-    values = [value for module in modules if module is not None for value in vars(module).values()]
-    for table in global_decomposition_table.values():
-        values.extend(table.values())
-    for value in values:
-        if isinstance(value, types.FunctionType):
-            _spare_function(value, seen)
-
-
-def _spare_function(function: types.FunctionType, seen: set[int]) -> None:
-    """Find the wrapper in a function's layers of decorators, which hold each other in closures."""
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    inner = getattr(function, "__wrapped__", None)
-    if function.__code__.co_qualname == "_disable_dynamo.<locals>.inner" and inner is not None:
-        if not hasattr(inner, "__dynamo_disable"):
-            inner.__dynamo_disable = _until_dynamo(inner)
-    for cell in function.__closure__ or ():
-        if isinstance(cell.cell_contents, types.FunctionType):
-            _spare_function(cell.cell_contents, seen)
+    wrapper = torch._disable_dynamo(lambda: None).__code__
+    for function in gc.get_referrers(wrapper):  # the wrappers stand in closures of decorators, of no module by name
+        if isinstance(function, types.FunctionType) and function.__closure__ is not None:
+            inner = function.__closure__[wrapper.co_freevars.index("fn")].cell_contents
+            if not hasattr(inner, "__dynamo_disable"):
+                inner.__dynamo_disable = _until_dynamo(inner)
 
 
 def _until_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ Source: https://docs.jax.dev/en/latest/_autosummary/jax.vjp.html
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,11 @@ import torch
 from torchax_core.tensor import Tensor, active, wrap_array
 
 __all__ = ["DifferentiableProgram", "differentiable_call"]
+
+
+def _x64(program: DifferentiableProgram) -> Any:
+    """64-bit types on for lowerings; for a user's own function, JAX as the user has set it up."""
+    return jax.enable_x64(True) if program.jit else contextlib.nullcontext()
 
 
 def _is_inexact(array: Any) -> bool:
@@ -53,11 +59,11 @@ class DifferentiableProgram:
                         full[at] = value
                     return tuple(fn(*full))
 
-                with jax.enable_x64(True):
+                with _x64(self):
                     return jax.vjp(of_wanted, *[arrays[i] for i in wanted])
 
             def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
-                with jax.enable_x64(True):
+                with _x64(self):
                     return residuals(tuple(cotangents))
 
             if self.jit:
@@ -101,7 +107,8 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Any, arrays: Any, wanted: Any, *tensors: torch.Tensor) -> Any:
         forward, _ = program.made_for(wanted)
-        results, ctx.residuals = forward(*arrays)
+        with _x64(program):
+            results, ctx.residuals = forward(*arrays)
         ctx.program, ctx.arrays, ctx.wanted = program, arrays, wanted
         ctx.shapes = [(r.shape, r.dtype) for r in results]
         ctx.save_for_backward(*tensors)
@@ -132,7 +139,8 @@ class _Call(torch.autograd.Function):
                     given.append(jnp.zeros(shape, dtype))
             else:
                 given.append(cotangents[i]._array().astype(dtype))
-        gradients = backward(ctx.residuals, given)
+        with _x64(ctx.program):
+            gradients = backward(ctx.residuals, given)
         return (None, None, None, *[wrap_array(g) for g in gradients])
 
 
@@ -161,7 +169,7 @@ def differentiable_call(program: DifferentiableProgram, operands: Sequence[Any])
         i for i, o in enumerate(operands) if isinstance(o, Tensor) and o.requires_grad and _is_inexact(arrays[i])
     )
     if not torch.is_grad_enabled() or not wanted:
-        with jax.enable_x64(True):
+        with _x64(program):
             results = program.fn(*arrays)
         wrapped = tuple(program.wrap(i, r) for i, r in enumerate(results))
         if trace is not None:

@@ -184,3 +184,47 @@ def _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1):
     dims = [dim for dim in range(ndim) if dim not in summed]
     out = jnp.einsum(*operands, [dim for dim in dims if dim in used], precision=precision_for(operands[0].dtype))
     return jnp.expand_dims(out, [place for place, dim in enumerate(dims) if dim not in used])
+
+
+# -- products with scales or groups ------------------------------------------------------------------
+
+
+@ops.lowering("aten::_weight_int8pack_mm")
+def _weight_int8pack_mm(self, mat2, scales):
+    """A float input and a quantized weight: (n, k) @ (m, k).T * scales, with int8 `mat2` and (m,) `scales`."""
+    return product(self, mat2.astype(self.dtype), ((1,), (1,))) * opmath(scales)
+
+
+@ops.lowering("aten::_scaled_mm", promote=SAME.of("scale_a", "scale_b"))
+def _scaled_mm(self, mat2, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
+    """`(scale_a * self) @ (scale_b * mat2) + bias` of float8 matrices: (n, k) @ (k, m) -> (n, m).
+
+    scale_a, scale_b: one number each, or one a row, (n, 1), and one a column, (1, m).
+    """
+    # Every float8 is a bfloat16; XLA finds the float8 product in this where the hardware has one.
+    out = product(self.astype(jnp.bfloat16), mat2.astype(jnp.bfloat16), ((1,), (0,))) * scale_a * scale_b
+    out = out if bias is None else out + bias
+    return out if scale_result is None else out * scale_result
+
+
+@ops.lowering("aten::_grouped_mm")
+def _grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
+    """Products of groups of rows, columns or summands, as a mixture of experts has them. `offs` (g,) says where each ends.
+
+    (n, k), (g, k, m) -> (n, m):      rows of `self` in groups, each with its own matrix.
+    (g, n, k), (k, m) -> (n, m):      columns of `mat2` in groups, each with its own matrix.
+    (n, k), (k, m)    -> (g, n, m):   summands in groups, one product each.
+    (g, n, k), (g, k, m) -> (g, n, m): no groups to find.
+    """
+    if self.ndim == 3 and mat2.ndim == 3:
+        return bmm(self, mat2)
+    options = {"precision": precision_for(self.dtype), "preferred_element_type": opmath(self).dtype}
+    sizes = jnp.diff(offs, prepend=0)
+    if mat2.ndim == 3:
+        return jax.lax.ragged_dot(self, mat2, sizes, **options)
+    if self.ndim == 3:
+        return jax.lax.ragged_dot(mat2.T, self.swapaxes(1, 2), sizes, **options).T
+    contract = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (0,)), ((), ())), lhs_ragged_dimensions=[1], rhs_group_dimensions=[]
+    )
+    return jax.lax.ragged_dot_general(self, mat2, sizes, contract, **options)

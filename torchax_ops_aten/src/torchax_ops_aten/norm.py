@@ -162,6 +162,71 @@ def batch_norm_backward(
     )
 
 
+# -- the parts of batch norm, as nn.SyncBatchNorm calls them between processes -----------------------
+
+
+@ops.lowering("aten::batch_norm_stats")
+def batch_norm_stats(input, eps):
+    """This process's mean and 1 / sqrt(variance + eps) per channel: (c,) each."""
+    mean, _, variance = _centered(opmath(input), _batch_axes(input)[0])
+    return mean.reshape(-1), jax.lax.rsqrt(variance + eps).reshape(-1)
+
+
+@ops.decomposition("aten::batch_norm_gather_stats_with_counts", whole=False)
+def batch_norm_gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts):
+    """The statistics of all processes from each one's (processes, c) and its number of elements (processes,).
+
+    Writes the running statistics, though its schema does not say so.
+    """
+    counts = counts.to(mean.dtype).reshape(-1, 1)
+    total = counts.sum()
+    overall = (mean * counts).sum(0) / total
+    deviations = invstd.pow(-2) - eps + (mean - overall).square()
+    variance = (deviations * counts).sum(0) / total
+    if running_mean is not None:
+        running_mean.lerp_(overall.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        running_var.lerp_((variance * total / (total - 1)).to(running_var.dtype), momentum)
+    return overall, (variance + eps).rsqrt()
+
+
+@ops.lowering("aten::batch_norm_elemt")
+def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
+    """`input` normalized by given statistics (c,), then scaled and shifted."""
+    _, per_channel = _batch_axes(input)
+    normalized = (opmath(input) - _optional(mean, per_channel)) * _optional(invstd, per_channel)
+    return _affine(normalized, _optional(weight, per_channel), _optional(bias, per_channel))
+
+
+@ops.lowering("aten::batch_norm_backward_reduce")
+def batch_norm_backward_reduce(grad_out, input, mean, invstd, weight, input_g, weight_g, bias_g):
+    """This process's sums of the gradient, and of it times `input - mean`, with the gradients of `weight` and `bias`.
+
+    returns: four of (c,); None for those not wanted (`input_g`: the first two).
+    """
+    axes, per_channel = _batch_axes(input)
+    grad = opmath(grad_out)
+    total = grad.sum(axes)
+    along = (grad * (opmath(input) - _optional(mean, per_channel))).sum(axes)
+    return (
+        total if input_g else None,
+        along if input_g else None,
+        along * opmath(invstd) if weight_g else None,
+        total if bias_g else None,
+    )
+
+
+@ops.lowering("aten::batch_norm_backward_elemt")
+def batch_norm_backward_elemt(grad_out, input, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
+    """The gradient for `input` from the sums over all processes, whose numbers of elements are `count`."""
+    _, per_channel = _batch_axes(input)
+    invstd = _optional(invstd, per_channel)
+    centered = opmath(input) - _optional(mean, per_channel)
+    shift, scale = (_optional(x, per_channel) / count.sum() for x in (sum_dy, sum_dy_xmu))
+    grad = (opmath(grad_out) - shift - centered * invstd * invstd * scale) * invstd
+    return _affine(grad, _optional(weight, per_channel), None)
+
+
 # -- layer, group and RMS norm -----------------------------------------------------------------------
 
 

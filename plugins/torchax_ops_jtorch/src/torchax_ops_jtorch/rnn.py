@@ -149,7 +149,7 @@ def _layers(
             last.append(state)
         inputs = jnp.concatenate(outputs, axis=-1) if bidirectional else outputs[0]
         if train and dropout > 0 and layer < num_layers - 1:
-            kept = jax.random.bernoulli(jax.random.fold_in(key, layer), 1 - dropout, inputs.shape)
+            kept = jax.random.uniform(jax.random.fold_in(key, layer), inputs.shape, jnp.float32) >= dropout
             scale = 1 / (1 - dropout) if dropout < 1 else 0.0
             inputs = jnp.where(kept, inputs * jnp.asarray(scale, inputs.dtype), 0)
     return inputs, tuple(jnp.stack(s) for s in zip(*last, strict=True))
