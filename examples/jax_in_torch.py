@@ -115,9 +115,12 @@ class JaxAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> jax.Array:
-        """(..., L, E), (..., S, E), (..., S, Ev) to (..., L, Ev). Declines what it does not know."""
-        if dropout_p or enable_gqa:
-            return NotImplemented
+        """(..., L, E), (..., S, E), (..., S, Ev) to (..., L, Ev). Declines what it does not know.
+
+        `dropout_p` is a traced number here, as every float is, so it cannot be asked about; the model below has none.
+        """
+        if enable_gqa:
+            return NotImplemented  # torch's own definition is asked next
         self.traces += 1
         scores = jnp.einsum("...le,...se->...ls", query, key)
         scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)

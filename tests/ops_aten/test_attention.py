@@ -84,6 +84,15 @@ def test_dropout_has_gradients():
     assert all(t.grad.abs().sum().item() > 0 for t in (q, k, v))
 
 
+def test_as_exported_on_the_cpu():
+    """Its own gradient is registered in C++, and calls the op's backward."""
+    q, k, v = heads()
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    added = sample((5, 7), torch.float64, seed=5)
+    assert_matches_torch(lambda q, k, v: op(q, k, v, attn_mask=added.to(q.device)), q, k, v, grad=True)
+    assert_matches_torch(op, q, q, q, is_causal=True, scale=0.5, grad=True)
+
+
 # -- the fast path of nn.TransformerEncoder ----------------------------------------------------------
 
 

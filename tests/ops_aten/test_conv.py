@@ -90,7 +90,9 @@ def test_unfold_and_fold(shape):
 
 
 def test_unfold_integers():
-    with pytest.raises(AssertionError, match="not implemented for"):  # CPU torch has it for floats only; we need not refuse
+    with pytest.raises(
+        AssertionError, match="not implemented for"
+    ):  # CPU torch has it for floats only; we need not refuse
         assert_matches_torch(F.unfold, sample((1, 2, 4, 4), torch.int64), 2)
 
 

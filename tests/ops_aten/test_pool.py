@@ -102,10 +102,12 @@ def test_fractional(ndim):
     samples = sample((2, 3, ndim), torch.float64, low=0, high=1, seed=1)
 
     def fn(x, size):
-        return pool(x, 2, output_size=size, return_indices=True, _random_samples=samples.to(x.device))
+        drawn = samples[: x.shape[0]].to(x.device)
+        return pool(x, 2, output_size=size, return_indices=True, _random_samples=drawn)
 
     assert_matches_torch(fn, image(ndim), (4, 5, 3)[:ndim], grad=True)
     assert_matches_torch(fn, image(ndim), (1, 2, 5)[:ndim])
+    assert_matches_torch(fn, image(ndim)[:0], (4, 5, 3)[:ndim])
 
 
 def test_lp_pool():

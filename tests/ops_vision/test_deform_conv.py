@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 from torchvision.ops import DeformConv2d, deform_conv2d
 
 import torchax_core
+from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 # batch, channels, outputs, size, kernel, stride, padding, dilation, groups, offset groups
 PLAIN = (2, 4, 6, (7, 8), (3, 3), 1, 0, 1, 1, 1)

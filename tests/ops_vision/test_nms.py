@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from torchvision.ops import batched_nms, nms
+
+import torchax_core
 from torchax_core.interop import call_jax
 from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 from torchax_ops_vision import nms_padded
 from torchax_ops_vision.nms import _BLOCK
-from torchvision.ops import batched_nms, nms
-
-import torchax_core
 
 
 def boxes(n, dtype=torch.float32, *, whole=False, seed=0):
     """n boxes in a field of 100 x 100, many of them overlapping; `whole` puts their corners on pixels."""
-    corner, size = sample((n, 2), dtype, low=0, high=100, seed=seed), sample((n, 2), dtype, low=1, high=40, seed=seed + 1)
+    corner, size = (
+        sample((n, 2), dtype, low=0, high=100, seed=seed),
+        sample((n, 2), dtype, low=1, high=40, seed=seed + 1),
+    )
     made = torch.cat([corner, corner + size], dim=1)
     return made.round() if whole else made
 

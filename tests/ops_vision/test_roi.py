@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 from torchvision.ops import MultiScaleRoIAlign, ps_roi_align, ps_roi_pool, roi_align, roi_pool
 
 import torchax_core
+from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 SIZES = [  # image, regions, bins, scale
     ((2, 12, 10, 13), 9, (2, 3), 1.0),
@@ -121,6 +121,14 @@ def test_half_is_computed_in_float32(dtype):
         ours = op(image.to("jax"), rois.to(dtype).to("jax"), *args)
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.cpu(), op(image.float(), rois, *args).to(dtype), rtol=1e-2, atol=1e-2)
+
+
+def test_autocast_takes_half_features_and_float32_regions():
+    image, rois = sample((1, 4, 9, 9), torch.bfloat16), torch.tensor([[0, 1.0, 1, 7, 6]])
+    for op in (roi_align, roi_pool, ps_roi_align, ps_roi_pool):
+        with torch.autocast("jax", dtype=torch.bfloat16):
+            ours = op(image.to("jax"), rois.to("jax"), (2, 2))
+        torch.testing.assert_close(ours.cpu(), op(image.float(), rois, (2, 2)))
 
 
 def test_lists_of_boxes_and_channels_last():

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
 from torchax_core.errors import ShapeError
 from torchax_core.interop import jax_view
 from torchax_ops_c10d import CollectiveError, map_group
@@ -206,9 +207,7 @@ def test_tensor_parallel_layers():
         return funcol.all_reduce(torch.relu(x @ first) @ second, "sum", "line")
 
     program = jax.jit(
-        jax.shard_map(
-            jax_view(per_device), mesh=line, in_specs=(P(), P(None, "x"), P("x")), out_specs=P()
-        )
+        jax.shard_map(jax_view(per_device), mesh=line, in_specs=(P(), P(None, "x"), P("x")), out_specs=P())
     )
     np.testing.assert_allclose(program(x, first, second), np.maximum(x @ first, 0) @ second, rtol=1e-4, atol=1e-4)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
+
 from torchax_core.errors import TorchaxError
 from torchax_ops_c10d import CollectiveError, map_group
 

@@ -1,4 +1,4 @@
-"""plugins/example_pack, as its copier would: installed from its folder, found through its entry point, its tests run."""
+"""plugins/example_pack as its copier meets it: installed from its folder, found by its entry point, its tests run."""
 
 import os
 import shutil

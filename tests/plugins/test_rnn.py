@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
-from torchax_core.testing import assert_matches_torch, sample
 
 import torchax_core
+from torchax_core.testing import assert_matches_torch, sample
 
 INPUTS, HIDDEN, BATCH, TIME = 3, 5, 4, 7
 
@@ -42,8 +42,8 @@ def states(module, dtype=torch.float64):
     return (h, c) if isinstance(module, nn.LSTM) else h
 
 
-def of_parameters(module, call):
-    """`call(module, x, state)` as a function of x, the state and the weights, so that all of them get gradients."""
+def of_parameters(module):
+    """The module as a function of its input, its state and its weights, so that all of them get gradients."""
     names = [name for name, _ in module.named_parameters()]
 
     def run(x, state, *weights):
@@ -56,14 +56,14 @@ def of_parameters(module, call):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name, options):
     module = layer(name, **options)
-    run, weights = of_parameters(module, nn.Module.__call__)
+    run, weights = of_parameters(module)
     assert_matches_torch(run, inputs(module), states(module), *weights, grad=True)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_lstm_with_projections():
     module = layer("lstm", num_layers=2, bidirectional=True, proj_size=2)
-    run, weights = of_parameters(module, nn.Module.__call__)
+    run, weights = of_parameters(module)
     assert_matches_torch(run, inputs(module), states(module), *weights, grad=True)
 
 
@@ -71,16 +71,15 @@ def test_lstm_with_projections():
 def test_other_dtypes(dtype):
     tolerance = {} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
     for name in ("lstm", "gru"):
-        module = layer(name, dtype)
-        assert_matches_torch(copy.deepcopy(module), inputs(module, dtype), **tolerance)
+        run, weights = of_parameters(layer(name, dtype))
+        assert_matches_torch(run, inputs(layer(name), dtype), None, *weights, **tolerance)
 
 
 def test_without_a_first_state_or_a_batch():
     module = layer("lstm")
-    with torch.no_grad():
-        assert_matches_torch(lambda m, x: m(x), module, inputs(module))
-        assert_matches_torch(lambda m, x: m(x), module, inputs(module)[:, 0])
-        assert_matches_torch(lambda m, x: m(x), module, inputs(module)[:1])
+    run, weights = of_parameters(module)
+    for x in (inputs(module), inputs(module)[:, 0], inputs(module)[:1]):
+        assert_matches_torch(run, x, None, *weights)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -113,7 +112,7 @@ def test_packed_programs_do_not_depend_on_the_lengths():
 def test_cells(cell):
     module = cell(INPUTS, HIDDEN).double()
     h, c = (sample((BATCH, HIDDEN), torch.float64, seed=seed) for seed in (2, 3))
-    run, weights = of_parameters(module, nn.Module.__call__)
+    run, weights = of_parameters(module)
     state = (h, c) if isinstance(module, nn.LSTMCell) else h
     assert_matches_torch(run, sample((BATCH, INPUTS), torch.float64, seed=1), state, *weights, grad=True)
 
@@ -188,6 +187,15 @@ def test_training_step_under_jit():
     expected = train(copy.deepcopy(module), copy.deepcopy(head), x, y, lambda f: f)
     ours = train(module.to("jax"), head.to("jax"), x.to("jax"), y.to("jax"), torchax_core.jit)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_runs_the_whole_layer_in_half():
+    module = layer("lstm", torch.float32).to("jax")
+    with torch.autocast("jax", dtype=torch.bfloat16):
+        out, (_, c) = module(inputs(module, torch.float32).to("jax"))
+        out.float().sum().backward()
+    assert out.dtype == c.dtype == torch.bfloat16
+    assert module.weight_ih_l0.grad.dtype == torch.float32
 
 
 def test_the_layer_is_one_op():

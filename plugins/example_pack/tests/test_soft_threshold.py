@@ -3,9 +3,9 @@
 import pytest
 import torch
 from example_pack import soft_threshold
-from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 import torchax_core
+from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

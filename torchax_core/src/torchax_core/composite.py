@@ -12,24 +12,17 @@ from torch.utils import _pytree as pytree
 
 from torchax_core.kernel import DirectKernel, LoweringKernel
 from torchax_core.overrides import Declined, DecliningKernel
+from torchax_core.registry import is_composite
 from torchax_core.tensor import Tensor, active, make_tensor, resolve_active
 from torchax_core.variants import op_name
 from torchax_core.view import View
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
 
-__all__ = ["is_composite", "keep_whole"]
+__all__ = ["keep_whole"]
 
 _libraries: dict[str, torch.library.Library] = {}
 _kept: set[str] = set()
 _lock = threading.Lock()
-
-
-def is_composite(func: Any) -> bool:
-    """Whether torch decomposes the op above every backend (it has a CompositeImplicitAutograd kernel)."""
-    try:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(op_name(func), "CompositeImplicitAutograd")
-    except RuntimeError:  # an overload of TorchScript's alone ("aten::exp.int"), which the dispatcher does not know
-        return False
 
 
 def keep_whole(func: Any) -> None:

@@ -108,10 +108,7 @@ class _Overrides:
 
     def of(self, name: str) -> list[Override]:
         """Overrides for an op's full name, or for all overloads of its base name, the newest first."""
-        found = list(self.by_op.get(name, ()))
-        base = name.partition(".")[0]
-        if base != name:
-            found = list(self.by_op.get(base + ".*", ())) + found
+        found = list(self.by_op.get(name.partition(".")[0] + ".*", ())) + list(self.by_op.get(name, ()))
         return found[::-1]
 
 
@@ -202,6 +199,7 @@ class Environment:
         from torchax_core.builtins import BUILTINS
 
         name = op_name(func)
+        self._table.load()
         overrides = self._relevant(func)
         if skip < len(overrides):
             override, variant = overrides[skip]
@@ -258,10 +256,11 @@ class Environment:
     def explain(self, op: Any) -> Explanation:
         """Who defines `op`, where, what it overrides, and what is missing. Raises OpNameError for an unknown op."""
         func = resolve_op(op)
+        if isinstance(func, torch._ops.OpOverloadPacket):
+            func = getattr(func, func.overloads()[0])
         if func is None or not hasattr(func, "_schema"):
-            name, names = op if isinstance(op, str) else functions.function_name(op), []
+            name = op if isinstance(op, str) else functions.function_name(op)
             chain = functions.chain(self, name)
-            del names
             if chain or func is not None:
                 return Explanation(name, "a torch function", tuple(Source(level, str(d.origin), d) for level, d in chain))
             raise OpNameError(unknown_op(op))
@@ -462,6 +461,16 @@ def _after_load(pack: Any) -> None:
         functions.refresh()
 
 
+def _after_import(pack: Any) -> None:
+    """Composite ops a pack names among its constants are caught before its families are imported: C++ would decompose
+    them, and the pack would never be asked."""
+    for name in pack.ops:
+        func = find_op(name)
+        if func is not None:
+            composite.keep_whole(func)
+
+
 host().on_load.append(_after_load)
+host().on_import.append(_after_import)
 
 __all__ += ["Declined", "OperatorNotFound", "current_env", "make_kernel"]

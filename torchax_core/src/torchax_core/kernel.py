@@ -31,8 +31,10 @@ from torchax_core.errors import (
     OperatorNotFound,
     SignatureError,
 )
-from torchax_core.meta import aval_of_meta, avals_of, meta_of, run_on_meta
+from torchax_core.meta import NO_META, aval_of_meta, avals_of, meta_of, run_on_meta
 from torchax_core.opset import Definition, ViewDefinition
+from torchax_core.overrides import Declined
+from torchax_core.signatures import LEFT_OUT, check_parameters
 from torchax_core.symbolic import array_of_symbol
 from torchax_core.tensor import Aval, Tensor, active, contiguous_stride, make_tensor
 from torchax_core.variants import Variant, op_name
@@ -49,7 +51,6 @@ _INTEGERS_ONLY = frozenset(
     {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "gcd", "lcm", "bitwise_left_shift", "bitwise_right_shift"}
     | {"__and__", "__or__", "__xor__", "__lshift__", "__rshift__"}
 )
-_LEFT_OUT = frozenset({"layout", "device", "pin_memory", "memory_format", "non_blocking", "generator"})
 _CPU_INDICES = frozenset({"index", "index_put", "_unsafe_index", "_unsafe_index_put", "_index_put_impl"})
 
 
@@ -157,6 +158,8 @@ class LoweringKernel:
         names = {a.name for a in arguments}
         self.key_name = next((n for n in ("random_key", "key") if n in definition.parameters and n not in names), None)
         self.accepted = self._accepted_names()
+        self.func_indexes = self.schema.name.partition("::")[2] in _CPU_INDICES
+        self.depends_on = definition.depends_on
         self.entries: dict[Any, _Entry] = {}
         # the calls that most are, one or two plain tensors and nothing else, by their avals alone
         self._unary: dict[Any, _Entry] = {}
@@ -182,7 +185,7 @@ class LoweringKernel:
         results = entry.run(*arrays)
         aval = entry.single
         if aval is not None:
-            if not kwargs and not entry.draws and all(a.__class__ is Tensor for a in args):
+            if not kwargs and not entry.draws and self.depends_on is None and all(a.__class__ is Tensor for a in args):
                 if len(args) == 1:
                     self._unary[args[0]._aval] = entry
                 elif len(args) == 2:
@@ -214,6 +217,8 @@ class LoweringKernel:
                     generator = a
                 else:
                     self._scan(a, kind, key, arrays)
+        if self.depends_on is not None:
+            key.append(self.depends_on())
         signature = tuple(key)
         entry = self.entries.get(signature)
         if entry is None:
@@ -259,8 +264,7 @@ class LoweringKernel:
             key.append(a._aval)
             arrays.append(a._array())
             return
-        welcome = a.device.type == "cpu" and (a.dim() == 0 or self.schema.name.partition("::")[2] in _CPU_INDICES)
-        if not welcome:
+        if not (a.device.type == "cpu" and (a.dim() == 0 or self.takes_cpu(a))):
             name = next((x.name for x, k in zip(self.arguments, self.kinds, strict=True) if k in (_TENSOR, _TENSORS)), "?")
             names = [x.name for x in self.arguments]
             name = names[len(arrays)] if len(arrays) < len(names) else name
@@ -269,7 +273,13 @@ class LoweringKernel:
                 f"{a.device}! (when checking argument for argument {name} in {self.name}). Move it with `.to('jax')`."
             )
         key.append(Aval.contiguous(tuple(a.shape), a.dtype))
+        if a.dim() and not self.func_indexes:
+            key.append(tuple(a.tolist()))  # lengths of packed sequences: static, and few
         arrays.append(array_from_torch(a))
+
+    def takes_cpu(self, a: torch.Tensor) -> bool:
+        """Whether a CPU tensor is welcome, as on cuda: indices, and the lengths of packed sequences."""
+        return self.func_indexes or (a.dtype is torch.int64 and any(x.name == "batch_sizes" for x in self.arguments))
 
     def _wrap(self, results: Any, avals: list[Any]) -> list[Any]:
         out: list[Any] = []
@@ -294,7 +304,9 @@ class LoweringKernel:
         metas: dict[str, Any] = {}
         for argument, kind, a in self._bind(args, kwargs):
             bound[argument.name] = _template(a, kind, counter)
-            metas[argument.name] = meta_of(a)
+            # lengths stay real: torch's composites read them
+            real = argument.name == "batch_sizes" and isinstance(a, torch.Tensor) and not isinstance(a, Tensor)
+            metas[argument.name] = a if real else meta_of(a)
         avals = self._result_avals(metas, kwargs)
         draws = self._draws(bound, metas, arrays)
         call = self._body_call(bound, metas, draws)
@@ -305,7 +317,7 @@ class LoweringKernel:
         entry = _Entry(body, avals, _structure(self.schema), draws)
         tensors = [m.dtype for m in _leaves(list(metas.values())) if isinstance(m, torch.Tensor)]
         results = [a.dtype for a in _flat_avals(avals) if a is not None]
-        return entry.for_wide() if any(d in _WIDE for d in tensors + results) else entry
+        return entry.for_wide() if draws or any(d in _WIDE for d in tensors + results) else entry
 
     def _draws(self, bound: dict[str, Any], metas: dict[str, Any], arrays: list[Any]) -> bool:
         """Whether this call draws random numbers. A body whose key is optional (dropout_p = 0) is tried without one."""
@@ -333,7 +345,7 @@ class LoweringKernel:
         if quick is not None:
             return [quick]
         outs = run_on_meta(self.func, self.arguments, metas)
-        if outs is None:
+        if outs is NO_META:
             return None
         return avals_of(outs, len(self.schema.returns))
 
@@ -364,11 +376,14 @@ class LoweringKernel:
         return Aval.contiguous(largest, dtype)
 
     def _avals_by_tracing(self, body: Callable[..., Any], arrays: list[Any]) -> list[Any]:
-        shapes = jax.eval_shape(body, *arrays)
-        flat = [Aval.contiguous(s.shape, torch_dtype(s.dtype)) for s in shapes]
-        if len(self.schema.returns) == 1 and str(self.schema.returns[0].type).startswith("List"):
-            return [flat]
-        return list(flat)
+        shapes = iter(jax.eval_shape(body, *arrays))
+        groups: list[Any] = []
+        returns = (self.variant.twin._schema if self.variant is not None else self.schema).returns
+        for counted in body.counts(*arrays):  # type: ignore[attr-defined]
+            some = [next(shapes) for _ in range(counted)]
+            avals = [Aval.contiguous(s.shape, torch_dtype(s.dtype)) for s in some]
+            groups.append(avals if str(returns[len(groups)].type).startswith("List") else avals[0])
+        return groups
 
     def _accepted_names(self) -> frozenset[str]:
         definition = self.definition
@@ -376,27 +391,12 @@ class LoweringKernel:
         if definition.kind == "decomposition":
             return frozenset(names)  # called with the op's own arguments, positionally: its names are its own affair
         if definition.positional:
-            return frozenset(n for n in names if n not in _LEFT_OUT)
+            return frozenset(n for n in names if n not in LEFT_OUT)
+        twin = self.variant.twin if self.variant is not None else self.func
+        check_parameters(definition, twin._schema)
         parameters = definition.parameters
         if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values()):
             return frozenset(names)
-        missing = [n for n in names if n not in parameters and n not in _LEFT_OUT]
-        if self.variant is not None:
-            missing = [n for n in missing if n in {a.name for a in self.variant.twin._schema.arguments}]
-        # one body may serve several overloads: a parameter with a default need not be in each
-        unknown = [n for n, p in parameters.items() if n not in names and n != self.key_name and p.default is p.empty]
-        if self.variant is not None:
-            unknown = [n for n in unknown if n not in {a.name for a in self.variant.twin._schema.arguments}]
-        if missing or unknown:
-            raise SignatureError(
-                f"the {definition.kind} of {definition.op} at {definition.origin.file}:{definition.origin.line} does not fit "
-                f"the op's schema `{self.schema}`: "
-                + "; ".join(
-                    ([f"it lacks the argument(s) {', '.join(missing)}"] if missing else [])
-                    + ([f"it has parameter(s) {', '.join(unknown)} that the op has none of"] if unknown else [])
-                )
-                + ". Name the parameters as the schema does."
-            )
         return frozenset(n for n in parameters if n != self.key_name)
 
     def _body_call(self, bound: dict[str, Any], metas: dict[str, Any], draws: bool) -> Callable[..., Any]:
@@ -468,8 +468,11 @@ class LoweringKernel:
             dtype = jax_dtype(compute)
             return {n: _cast(v, dtype) if n in taking and kinds[n] is not _STATIC else v for n, v in template.items()}
         # without promotion the tensors stay as they are, and scalars come in the type the tensors compute in
-        dtype = _scalar_dtype(_leaves(list(metas.values())))
-        return {n: _cast_scalars(v, dtype) if kinds[n] is _SCALAR else v for n, v in template.items()}
+        tensors = [m.dtype for m in _leaves(list(metas.values())) if isinstance(m, torch.Tensor)]
+        return {
+            n: _cast(v, dtype) if kinds[n] is _SCALAR and (dtype := _scalar_dtype(tensors, metas.get(n))) else v
+            for n, v in template.items()
+        }
 
     def _promoting(self, metas: dict[str, Any], taking: tuple[str, ...]) -> list[Any]:
         """The tensors and numbers among the arguments `taking` that decide the common dtype."""
@@ -491,7 +494,12 @@ class LoweringKernel:
         def body(*arrays: jax.Array) -> Any:
             with jax.enable_x64(True), jax.named_scope(scope):
                 try:
-                    results = _flat_results(call(arrays))
+                    results = call(arrays)
+                    if results is NotImplemented:
+                        raise Declined
+                    results = _flat_results(results)
+                except Declined:
+                    raise
                 except Exception as error:
                     shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays if hasattr(a, "dtype"))
                     error.add_note(f"while running {self.name}, defined by {definition.origin}, on ({shapes})")
@@ -503,6 +511,23 @@ class LoweringKernel:
                 return results[0]
             return tuple(results)
 
+        if avals is None:
+            several = len((self.variant.twin._schema if self.variant is not None else self.schema).returns) > 1
+
+            def counts(*arrays: jax.Array) -> list[int]:
+                """How many arrays each result of the op is."""
+                found: list[int] = []
+
+                def probe(*tracers: jax.Array) -> Any:
+                    with jax.enable_x64(True):
+                        results = call(tracers)
+                    found[:] = [len(_flat_results(r)) for r in (results if several else [results])]
+                    return _flat_results(results)
+
+                jax.eval_shape(probe, *arrays)
+                return found
+
+            body.counts = counts  # type: ignore[attr-defined]
         return body
 
     def _checked(self, results: list[Any], avals: list[Aval | None]) -> list[Any]:
@@ -593,7 +618,7 @@ class WritingKernel(LoweringKernel):
             for leaf in _leaves([metas.get(name)]):
                 if not isinstance(leaf, torch.Tensor):
                     raise TypeError(f"{self.name}: `{name}` must be a tensor on device 'jax', but is {leaf!r}.")
-                if any(n > 1 and step == 0 for n, step in zip(leaf.shape, leaf.stride(), strict=True)):
+                if leaf.numel() and any(n > 1 and step == 0 for n, step in zip(leaf.shape, leaf.stride(), strict=True)):
                     raise RuntimeError(
                         "unsupported operation: more than one element of the written-to tensor refers to a single memory "
                         "location. Please clone() the tensor before performing the operation."
@@ -601,23 +626,22 @@ class WritingKernel(LoweringKernel):
         before = {n: _shapes(metas.get(n)) for n in variant.written}
         outs = run_on_meta(self.func, self.arguments, metas)
         fresh: list[Any] = []
-        if outs is not None and variant.fresh:
+        if outs is not NO_META and variant.fresh:
             results = outs if isinstance(outs, (tuple, list)) else (outs,)
             kept = [r for r, name in zip(results, variant.returns, strict=True) if name is None]
             fresh = avals_of(kept if len(kept) != 1 else kept[0], len(kept))
-        elif variant.fresh or outs is None:
+        elif outs is NO_META:
             twin_names = {a.name for a in variant.twin._schema.arguments}
             again = run_on_meta(
                 variant.twin, variant.twin._schema.arguments, {n: v for n, v in metas.items() if n in twin_names}
             )
-            if again is None:
+            if again is NO_META:
                 if variant.fresh:
                     return None
             else:
-                values = again if isinstance(again, (tuple, list)) else (again,)
-                fresh = avals_of(tuple(values[: variant.fresh]), variant.fresh) if variant.fresh else []
-                if outs is None:
-                    self._check_castable(values[variant.fresh :], metas)
+                values = again if len(variant.twin._schema.returns) > 1 else (again,)
+                fresh = [aval_of_meta(value) for value in values[: variant.fresh]]
+                self._check_castable(values[variant.fresh :], metas)
         written = []
         for name in variant.written:
             if name not in variant.outs and before[name] != _shapes(metas.get(name)):
@@ -858,9 +882,6 @@ def _cast(value: Any, dtype: np.dtype) -> Any:
     return value
 
 
-_cast_scalars = _cast
-
-
 def _leaves(values: Sequence[Any]) -> list[Any]:
     flat: list[Any] = []
     for value in values:
@@ -886,19 +907,15 @@ def _operands(
     ]
 
 
-def _scalar_dtype(metas: list[Any]) -> np.dtype:
-    """The dtype scalars take beside tensors that are not promoted: what those compute in."""
-    widest = None
-    for meta in metas:
-        if isinstance(meta, torch.Tensor) and (meta.dtype.is_floating_point or meta.dtype.is_complex):
-            widest = meta.dtype if widest is None else torch.promote_types(widest, meta.dtype)
-    if widest is None:
-        if any(isinstance(m, torch.Tensor) for m in metas):
-            return np.dtype(np.float32)
-        return np.dtype(np.float64)
-    if widest.is_complex:
-        return np.dtype(np.float64 if widest is torch.complex128 else np.float32)
-    return np.dtype(np.float64 if widest is torch.float64 else np.float32)
+def _scalar_dtype(tensors: list[torch.dtype], value: Any) -> np.dtype | None:
+    """The dtype a number takes beside tensors that are not promoted: what those compute in. None: as wide as it came."""
+    floats = [d for d in tensors if d.is_floating_point or d.is_complex]
+    if not tensors or (not floats and isinstance(value, (bool, int))):
+        return None
+    double = any(d in (torch.float64, torch.complex128) for d in floats)
+    if isinstance(value, complex):
+        return np.dtype(np.complex128 if double else np.complex64)
+    return np.dtype(np.float64 if double else np.float32)
 
 
 # -- results -------------------------------------------------------------------------------------

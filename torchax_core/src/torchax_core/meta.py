@@ -18,11 +18,15 @@ from torch.utils import _pytree as pytree
 
 from torchax_core.tensor import Aval, Tensor
 
-__all__ = ["aval_of_meta", "avals_of", "meta_of", "run_on_meta"]
+__all__ = ["NO_META", "aval_of_meta", "avals_of", "meta_of", "run_on_meta"]
+
+
+NO_META = object()
+"""What run_on_meta returns for an op that has no meta kernel; None is what an op returns that returns nothing."""
 
 
 def run_on_meta(func: Any, arguments: Sequence[Any], metas: dict[str, Any]) -> Any:
-    """Call `func` on meta tensors: raises what torch raises for a bad call; None if the op has no meta kernel."""
+    """Call `func` on meta tensors: raises what torch raises for a bad call; NO_META without a meta kernel."""
     positional, keywords = [], {}
     for argument in arguments:
         if argument.name in metas:
@@ -51,7 +55,7 @@ def run_on_meta(func: Any, arguments: Sequence[Any], metas: dict[str, Any]) -> A
         try:
             return func(*positional, **keywords)
         except NotImplementedError:
-            return None
+            return NO_META
         except Exception as error:
             return _run_on_cpu(func, positional, keywords, error)
 

@@ -74,6 +74,7 @@ class Definition:
     composite_grad:  for a composite op kept whole: "vjp" (gradients by jax.vjp of the lowering) or "decompose" (when
                      gradients are recorded, let torch decompose the op; the lowering serves calls without).
     whole:           a decomposition is traced and compiled as a whole; False: it runs call by call.
+    depends_on:      a setting outside the call that `body` reads while traced; its value is part of every signature.
     case:            which calls of this op depend on data, if only some do.
     """
 
@@ -87,6 +88,7 @@ class Definition:
     positional: bool = False
     composite_grad: Literal["vjp", "decompose"] = "vjp"
     whole: bool = True
+    depends_on: Callable[[], Any] | None = None
     case: DataDependentCase | None = None
 
     @property
@@ -146,11 +148,14 @@ class AutocastRule:
 class OpSet:
     """A family of op definitions, usually one module's.
 
-    name: dotted, the pack's import name first ("torchax_ops_aten.pointwise"); shown by `torchax explain`.
+    name:       dotted, the pack's import name first ("torchax_ops_aten.pointwise"); shown by `torchax explain`.
+    depends_on: a setting that the bodies read while traced (`torch.get_float32_matmul_precision`): when its value changes,
+                they are traced anew.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, depends_on: Callable[[], Any] | None = None) -> None:
         self.name = name
+        self.depends_on = depends_on
         self._definitions: dict[str, Definition] = {}
         self._autocast: dict[str, AutocastRule] = {}
 
@@ -292,6 +297,7 @@ class OpSet:
                 f"{definition.origin}: an op is named 'namespace::name' or 'namespace::name.overload', as in "
                 f"'aten::add.Tensor', but this one is {definition.op!r}."
             )
+        definition.depends_on = self.depends_on
         earlier = self._definitions.get(definition.op)
         if earlier is not None:
             raise DuplicateOpError(

@@ -21,6 +21,7 @@ from torchax_core import hookspecs
 from torchax_core.config import Config
 from torchax_core.errors import PackError, PackWarning, UnknownPackError
 from torchax_core.opset import Definition, OpSet
+from torchax_core.signatures import check_signature
 
 __all__ = ["GROUP", "Pack", "PackHost", "host"]
 
@@ -42,6 +43,7 @@ class Pack:
     target: str
     module: Any = None
     error: str | None = None
+    imported: bool = False
     namespaces: tuple[str, ...] = ()
     ops: frozenset[str] = frozenset()
     functions: frozenset[str] = frozenset()
@@ -64,6 +66,8 @@ class PackHost:
         self._manager.add_hookspecs(hookspecs)
         self.on_load: list[Callable[[Pack], None]] = []
         """Called with each pack whose op sets have been loaded."""
+        self.on_import: list[Callable[[Pack], None]] = []
+        """Called with each pack whose constants have been read."""
 
     def packs(self, config: Config) -> list[Pack]:
         """The packs that `config` chooses, broken ones included, highest rank first, then by name.
@@ -113,7 +117,7 @@ class PackHost:
 
     def _import(self, pack: Pack, config: Config) -> None:
         with self._lock:
-            if pack.error is not None or not hasattr(pack.module, "load"):
+            if pack.error is not None or pack.imported:
                 if pack.error is not None and config.strict:
                     raise PackError(pack.error)
                 return
@@ -135,6 +139,9 @@ class PackHost:
                 self._leave_out(pack, point, error, config)
                 return
             pack.module = module
+            pack.imported = True
+            for call in self.on_import:
+                call(pack)
 
     def _reject_unknown_hooks(self, module: Any) -> None:
         known = {name for name in vars(hookspecs) if name.startswith("torchax_")}
@@ -161,8 +168,8 @@ class PackHost:
                 for definition in op_set:
                     earlier = definitions.setdefault(definition.op, definition)
                     if earlier is not definition:
-                        # TEMPORARY while families are written in parallel; raises PackError again afterwards
-                        print(f"DUPLICATE: {definition.op} is defined twice: by {earlier.origin} and {definition.origin}.")
+                        raise PackError(f"{definition.op} is defined twice: by {earlier.origin} and {definition.origin}.")
+                    check_signature(definition)
         except Exception as error:
             self._leave_out(pack, pack.module, error, config)
             return

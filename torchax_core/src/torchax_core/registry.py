@@ -62,6 +62,7 @@ class OpTable:
         self.config = config
         self.host = _packs.host()
         self._active: list[_packs.Pack] | None = None
+        self._loaded = False
 
     @property
     def packs(self) -> list[_packs.Pack]:
@@ -69,6 +70,14 @@ class OpTable:
         if self._active is None:
             self._active = self.host.packs(self.config)
         return self._active
+
+    def load(self) -> None:
+        """Load the packs that serve aten, so that the composite ops they keep whole are caught from the first call on."""
+        if not self._loaded:
+            self._loaded = True
+            for pack in self.packs:
+                if "aten" in pack.namespaces:
+                    self.host.definitions(pack, self.config)
 
     def definition(self, op: str) -> Definition | None:
         """The pack definition of `op`. Raises DuplicateOpError if two packs of no stated rank both have it."""
@@ -165,6 +174,8 @@ class OpTable:
                 lines.append(f"No installed pack serves the namespace {namespace!r}: `pip install {usual[namespace]}`.")
             else:
                 lines.append(f"No installed pack serves the namespace {namespace!r}; one can be written (docs/packs.md).")
+        if "sparse" in name or "quantize" in name or "nested" in name:
+            lines.append("Tensors on device 'jax' are dense; make it dense first, with `.to_dense()` (or `.dequantize()`).")
         parameters = ", ".join(a.name for a in func._schema.arguments if not a.is_out)
         lines.append("Define it yourself:")
         lines.append(f"    def my_{func._schema.name.partition('::')[2]}({parameters}):")
@@ -267,7 +278,8 @@ def _find_torch_definition(func: Any) -> tuple[str, Definition] | None:
     from torch._decomp import decomposition_table
 
     name = op_name(func)
-    body = decomposition_table.get(func)
+    # a ref of an op that C++ composes of others may lead back to the op itself; the C++ composition never does
+    body = None if is_composite(func) else decomposition_table.get(func)
     if body is not None:
         return "torch decomposition", Definition(name, "decomposition", body, _origin_of(body))
     if func._schema.is_mutable or any(a.alias_info for a in func._schema.arguments):
@@ -276,6 +288,14 @@ def _find_torch_definition(func: Any) -> tuple[str, Definition] | None:
     if composite is not None:
         return "torch composite", Definition(name, "decomposition", composite, Origin("torch", "C++ composite", "torch", 0))
     return None
+
+
+def is_composite(func: Any) -> bool:
+    """Whether torch decomposes the op above every backend (it has a CompositeImplicitAutograd kernel)."""
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(op_name(func), "CompositeImplicitAutograd")
+    except RuntimeError:  # an overload of TorchScript's alone ("aten::exp.int"), which the dispatcher does not know
+        return False
 
 
 def _origin_of(body: Callable[..., Any]) -> Origin:

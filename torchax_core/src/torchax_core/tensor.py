@@ -17,6 +17,7 @@ import torch
 
 from torchax_core.convert import array_from_torch, torch_from_array
 from torchax_core.dtypes import jax_dtype, torch_dtype
+from torchax_core.errors import LeakedTracerError
 from torchax_core.symbolic import control_flow_error
 
 __all__ = ["DEVICE", "Aval", "Storage", "Tensor", "contiguous_stride", "make_tensor", "wrap_array"]
@@ -140,7 +141,10 @@ class Tensor(torch.Tensor):
         kernel = kernels.get(func)
         if kernel is None:
             kernel = active.environment._kernel(func)
-        return kernel(args, kwargs)
+        try:
+            return kernel(args, kwargs)
+        except Exception as error:
+            return explained(error, func)
 
     # -- the array -------------------------------------------------------------------------------
 
@@ -183,7 +187,13 @@ class Tensor(torch.Tensor):
         """torch's; a trace is told, since results of a function that ran its own backward want no gradients."""
         if active.trace is not None:
             active.trace.backward_ran = True
-        super().backward(*args, **kwargs)
+        _failed_in_backward.clear()
+        try:
+            super().backward(*args, **kwargs)
+        except RuntimeError:
+            if not _failed_in_backward:
+                raise
+            raise _failed_in_backward.pop() from None
 
     def item(self) -> Any:
         """The number in a tensor of one element. Raises DataDependentError under a trace."""
@@ -286,6 +296,29 @@ class Tensor(torch.Tensor):
 
     def __dlpack_device__(self) -> Any:
         return self.jax().__dlpack_device__()
+
+
+_failed_in_backward: list[Exception] = []
+
+
+def explained(error: Exception, func: Any) -> Any:
+    """Raise the error of a kernel so that it reaches the user.
+
+    A tracer used after its trace had ended becomes LeakedTracerError. In a backward, torch's guard for devices made in
+    Python calls into Python while C++ unwinds, and a Python error then ends the process. So there the error is kept for
+    `Tensor.backward`, and torch is handed something it fails to take for a tensor, with an error of its own.
+    """
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        leaked = LeakedTracerError(
+            f"{func}: one of its tensors was made inside a jitted or transformed function and used after that had ended; it "
+            "never had values. Return it from the function instead of storing it."
+        )
+        leaked.__cause__ = error
+        error = leaked
+    if torch._C._current_autograd_node() is None:
+        raise error
+    _failed_in_backward.append(error)
+    return type(f"{type(error).__name__}: {error}", (), {})()
 
 
 _INTERNAL = frozenset({"_store", "_aval", "_path", "_offsets", "_cache", "_seen", "_is_param"})

@@ -138,7 +138,9 @@ class _Call(torch.autograd.Function):
                 with jax.enable_x64(True):
                     given.append(jnp.zeros(shape, dtype))
             else:
-                given.append(cotangents[i]._array().astype(dtype))
+                cotangent = cotangents[i]._array()
+                with jax.enable_x64(True):
+                    given.append(cotangent if cotangent.dtype == dtype else cotangent.astype(dtype))
         with _x64(ctx.program):
             gradients = backward(ctx.residuals, given)
         return (None, None, None, *[wrap_array(g) for g in gradients])

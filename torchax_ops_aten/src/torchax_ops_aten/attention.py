@@ -10,14 +10,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+import torch
+
+from torchax_core.opset import OpSet
+from torchax_core.promotion import opmath
 from torchax_ops_aten.matmul import linear, precision_for
 from torchax_ops_aten.norm import native_layer_norm
 from torchax_ops_aten.random import native_dropout
 
-from torchax_core.opset import OpSet
-from torchax_core.promotion import opmath
-
-ops = OpSet("torchax_ops_aten.attention")
+ops = OpSet("torchax_ops_aten.attention", depends_on=torch.get_float32_matmul_precision)
 
 
 def _safe_softmax(logits: jax.Array) -> jax.Array:
@@ -38,6 +39,34 @@ def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a, b, precision=precision_for(a.dtype), preferred_element_type=opmath(a).dtype)
 
 
+def _logits(
+    query: jax.Array,
+    key: jax.Array,
+    attn_mask: jax.Array | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[jax.Array, tuple[int, ...]]:
+    """What attention takes the softmax of: (..., h, l, s), and the shape by key head: (..., h_kv, group, l, s) if the
+    queries come in groups, else the same. Queries stay where they are, and keys are not repeated."""
+    scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
+    length, source = query.shape[-2], key.shape[-2]
+    grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+    if grouped:
+        query, key = query.reshape(*query.shape[:-3], key.shape[-3], -1, *query.shape[-2:]), key[..., None, :, :]
+    logits = _dot("...le,...se->...ls", query, key) * scale
+    by_head = logits.shape
+    if grouped:
+        logits = logits.reshape(*by_head[:-4], -1, length, source)
+    if is_causal:
+        logits = jnp.where(_causal(length, source), logits, -jnp.inf)
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == jnp.bool_
+        logits = jnp.where(attn_mask, logits, -jnp.inf) if is_bool else logits + attn_mask.astype(logits.dtype)
+    return logits, by_head
+
+
 @ops.lowering("aten::scaled_dot_product_attention", static=("dropout_p", "scale"))
 def scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False, random_key=None
@@ -52,22 +81,10 @@ def scaled_dot_product_attention(
     enable_gqa: h may be a multiple of h_kv; that many queries share a key and value head.
     returns:    (..., h, l, v); zeros where a row's mask allows nothing.
     """
-    scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
-    length, source = query.shape[-2], key.shape[-2]
-    grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+    logits, by_head = _logits(query, key, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    grouped = len(by_head) > logits.ndim
     if grouped:
-        # (..., h_kv, group, l, e): queries stay where they are, keys and values are not repeated.
-        query = query.reshape(*query.shape[:-3], key.shape[-3], -1, *query.shape[-2:])
-        key, value = key[..., None, :, :], value[..., None, :, :]
-    logits = _dot("...le,...se->...ls", query, key) * scale
-    by_head = logits.shape
-    if grouped:
-        logits = logits.reshape(*by_head[:-4], -1, length, source)
-    if is_causal:
-        logits = jnp.where(_causal(length, source), logits, -jnp.inf)
-    if attn_mask is not None:
-        is_bool = attn_mask.dtype == jnp.bool_
-        logits = jnp.where(attn_mask, logits, -jnp.inf) if is_bool else logits + attn_mask.astype(logits.dtype)
+        value = value[..., None, :, :]
     weights = _safe_softmax(logits)
     if dropout_p > 0:
         weights, _ = native_dropout(weights, dropout_p, key=random_key)
@@ -76,6 +93,35 @@ def scaled_dot_product_attention(
     # As the fused kernels do: half types multiply in half, and accumulate in float32.
     out = _dot("...ls,...sv->...lv", weights.astype(value.dtype), value)
     return out.reshape(*out.shape[:-4], -1, *out.shape[-2:]) if grouped else out
+
+
+# Programs exported on the CPU hold this in place of the composite op.
+
+
+@ops.lowering("aten::_scaled_dot_product_flash_attention_for_cpu", static=("dropout_p", "scale"))
+def _scaled_dot_product_flash_attention_for_cpu(
+    query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
+):
+    """`scaled_dot_product_attention`, and the logarithm of what its softmax divides by: (b, l, h, e) and (b, h, l).
+
+    torch takes it without dropout only.
+    """
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    logits, _ = _logits(query, key, attn_mask, **options)
+    return scaled_dot_product_attention(query, key, value, attn_mask, **options), jax.nn.logsumexp(logits, axis=-1)
+
+
+@ops.lowering("aten::_scaled_dot_product_flash_attention_for_cpu_backward", static=("dropout_p", "scale"))
+def _scaled_dot_product_flash_attention_for_cpu_backward(
+    grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
+):
+    """Gradients of `_scaled_dot_product_flash_attention_for_cpu` for `query`, `key` and `value`."""
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return opmath(scaled_dot_product_attention(q, k, v, attn_mask, **options))
+
+    return jax.vjp(attend, query, key, value)[1](opmath(grad_out))
 
 
 # -- fused inference ops -----------------------------------------------------------------------------

@@ -6,22 +6,23 @@ function that computes it, so forward and backward cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from torchax_ops_aten.matmul import precision_for
+import torch
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import opmath
+from torchax_ops_aten.matmul import precision_for
 
-ops = OpSet("torchax_ops_aten.conv")
+ops = OpSet("torchax_ops_aten.conv", depends_on=torch.get_float32_matmul_precision)
 
 _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
 
 
-def _per_dim(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+def per_dim(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     """`value` for each of `ndim` spatial dims; torch lets one number stand for all."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * ndim if len(values) == 1 else values
@@ -39,8 +40,8 @@ def _conv(
 ) -> jax.Array:
     """The convolution of a batched `input` (n, c, *spatial), without bias."""
     ndim = weight.ndim - 2
-    stride, padding = _per_dim(stride, ndim), _per_dim(padding, ndim)
-    dilation, output_padding = _per_dim(dilation, ndim), _per_dim(output_padding, ndim)
+    stride, padding = per_dim(stride, ndim), per_dim(padding, ndim)
+    dilation, output_padding = per_dim(dilation, ndim), per_dim(output_padding, ndim)
     lhs_dilation: Sequence[int] = (1,) * ndim
     if transposed:
         # The gradient of a convolution, as a convolution: the input spread by `stride`, the kernel turned round, with
@@ -67,7 +68,7 @@ def _conv(
     )
 
 
-@ops.lowering("aten::convolution", "aten::convolution_overrideable")
+@ops.lowering("aten::convolution")
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     """Cross-correlation of `input` with `weight`, or, `transposed`, the gradient of one.
 
@@ -83,7 +84,7 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
     return out if input.ndim == weight.ndim else out[0]
 
 
-@ops.lowering("aten::convolution_backward", "aten::convolution_backward_overrideable")
+@ops.lowering("aten::convolution_backward")
 def convolution_backward(
     grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ):
@@ -103,21 +104,20 @@ def convolution_backward(
     need_input, need_weight, need_bias = output_mask
     grad_input = grad_weight = grad_bias = None
     if need_input:
-        (grad_input,) = _transpose(lambda x: conv(x, weight), input)(grad_output)
+        grad_input = _transposed(lambda x: conv(x, weight), input, grad_output)
         grad_input = grad_input if batched else grad_input[0]
     if need_weight:
-        (grad_weight,) = _transpose(lambda w: conv(input, w), weight)(grad_output)
+        grad_weight = _transposed(lambda w: conv(input, w), weight, grad_output)
     if need_bias:
         grad_bias = opmath(grad_output).sum((0, *range(2, grad_output.ndim)))
     return grad_input, grad_weight, grad_bias
 
 
-def _transpose(linear, x: jax.Array):
-    """The transpose of a function linear in `x`. Complex: torch's gradients are conjugate, JAX's are not."""
-    transposed = jax.linear_transpose(linear, x)
-    if not jnp.iscomplexobj(x):
-        return transposed
-    return lambda g: tuple(jnp.conj(r) for r in transposed(jnp.conj(g)))
+def _transposed(linear: Callable[[jax.Array], jax.Array], x: jax.Array, grad: jax.Array) -> jax.Array:
+    """The transpose of a function linear in `x`, at `grad`. Complex: torch's gradients are conjugate, JAX's are not."""
+    if jnp.iscomplexobj(x):
+        return jnp.conj(jax.linear_transpose(linear, x)(jnp.conj(grad))[0])
+    return jax.linear_transpose(linear, x)(grad)[0]
 
 
 @ops.lowering("aten::conv_tbc")
@@ -157,7 +157,7 @@ def _im2col(x: jax.Array, kernel_size, dilation, padding, stride) -> jax.Array:
 def im2col(self, kernel_size, dilation, padding, stride):
     """Sliding windows as columns (`F.unfold`): (n, c, h, w) -> (n, c * kh * kw, windows), or the same without n."""
     batched = self if self.ndim == 4 else self[None]
-    out = _im2col(batched, *(_per_dim(v, 2) for v in (kernel_size, dilation, padding, stride)))
+    out = _im2col(batched, *(per_dim(v, 2) for v in (kernel_size, dilation, padding, stride)))
     return out if self.ndim == 4 else out[0]
 
 
@@ -165,7 +165,7 @@ def im2col(self, kernel_size, dilation, padding, stride):
 def col2im(self, output_size, kernel_size, dilation, padding, stride):
     """Columns summed back to where they came from (`F.fold`): the transpose of `im2col`."""
     batched = opmath(self if self.ndim == 3 else self[None])
-    kernel_size, dilation, padding, stride = (_per_dim(v, 2) for v in (kernel_size, dilation, padding, stride))
+    kernel_size, dilation, padding, stride = (per_dim(v, 2) for v in (kernel_size, dilation, padding, stride))
     channels = batched.shape[1] // (kernel_size[0] * kernel_size[1])
     image = jax.ShapeDtypeStruct((batched.shape[0], channels, *output_size), batched.dtype)
     unfold = partial(_im2col, kernel_size=kernel_size, dilation=dilation, padding=padding, stride=stride)

@@ -28,6 +28,11 @@ def _adjoint(x: jax.Array) -> jax.Array:
     return jnp.conj(x.mT)
 
 
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`a @ b` in the full precision of their dtype, which accelerators otherwise lower for float32."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
 def _eye(n: int, like: jax.Array) -> jax.Array:
     return jnp.eye(n, dtype=like.dtype)
 
@@ -112,14 +117,14 @@ def linalg_eigvals(self):
 def linalg_polar(A):
     """`A = U @ H`, U (..., m, n) with orthonormal columns and H (..., n, n) positive semidefinite; m >= n."""
     u, s, vh = lax.linalg.svd(A, full_matrices=False)
-    return u @ vh, (_adjoint(vh) * s[..., None, :].astype(A.dtype)) @ vh
+    return _product(u, vh), _product(_adjoint(vh) * s[..., None, :].astype(A.dtype), vh)
 
 
 @ops.lowering("aten::linalg_matrix_sqrth")
 def linalg_matrix_sqrth(self):
     """The positive-definite X with `X @ X = self`, for a Hermitian (..., n, n) of which the lower triangle is read."""
     vectors, values = lax.linalg.eigh(self, symmetrize_input=False)
-    return (vectors * jnp.sqrt(values)[..., None, :].astype(self.dtype)) @ _adjoint(vectors)
+    return _product(vectors * jnp.sqrt(values)[..., None, :].astype(self.dtype), _adjoint(vectors))
 
 
 # -- QR and Householder reflectors -------------------------------------------------------------------------------------
@@ -290,7 +295,7 @@ def _first_zero_pivot(lu: jax.Array) -> jax.Array:
     zero = jnp.diagonal(lu, axis1=-2, axis2=-1) == 0
     if zero.shape[-1] == 0:
         return jnp.zeros(lu.shape[:-2], jnp.int32)
-    return jnp.where(zero.any(-1), jnp.argmax(zero, -1) + 1, 0).astype(jnp.int32)
+    return jnp.where(zero.any(-1), lax.argmax(zero, zero.ndim - 1, jnp.int32) + 1, 0)
 
 
 @ops.lowering("aten::linalg_lu")
@@ -432,7 +437,7 @@ def _bunch_kaufman(a: jax.Array, hermitian: bool) -> tuple[jax.Array, jax.Array,
     """
     n = a.shape[-1]
     bound = (1 + 17**0.5) / 8
-    index = jnp.arange(n)
+    index = jnp.arange(n, dtype=jnp.int32)
     rows, columns = index[:, None], index[None, :]
     mirrored = (lambda x: jnp.conj(x)) if hermitian else (lambda x: x)
     start = jnp.tril(a) + mirrored(jnp.tril(a, -1)).T
@@ -443,7 +448,7 @@ def _bunch_kaufman(a: jax.Array, hermitian: bool) -> tuple[jax.Array, jax.Array,
         # `m` holds finished columns of L left of k, and from k on what is left to factor, both triangles of it
         k, m, pivots, info = state
         below = jnp.where(index > k, _size1(m[:, k]), -1)
-        candidate = jnp.argmax(below)
+        candidate = lax.argmax(below, 0, jnp.int32)
         largest = jnp.maximum(below.max(), 0)
         here = _size1(m[k, k])
         beside = jnp.where((index >= k) & (index != candidate), _size1(m[:, candidate]), 0).max()
@@ -471,12 +476,13 @@ def _bunch_kaufman(a: jax.Array, hermitian: bool) -> tuple[jax.Array, jax.Array,
         m = jnp.where((rows > last) & (columns == k), w0[:, None], m)
         m = jnp.where(two & (rows > last) & (columns == last), w1[:, None], m)
 
-        pivot = jnp.where(two, -(to + 1), to + 1).astype(jnp.int32)
+        pivot = jnp.where(two, -(to + 1), to + 1)
         pivots = jnp.where((index >= k) & (index <= last), pivot, pivots)
-        info = jnp.where((info == 0) & zero, k + 1, info).astype(jnp.int32)
+        info = jnp.where((info == 0) & zero, k + 1, info)
         return last + 1, m, pivots, info
 
-    first = (jnp.zeros((), index.dtype), start, jnp.zeros(n, jnp.int32), jnp.zeros((), jnp.int32))
+    none = jnp.zeros((), jnp.int32)
+    first = (none, start, jnp.zeros(n, jnp.int32), none)
     _, m, pivots, info = lax.while_loop(lambda state: state[0] < n, step, first)
     return jnp.tril(m), pivots, info
 
@@ -515,14 +521,14 @@ def _ldl_unfold(ld: jax.Array, pivots: jax.Array) -> tuple[jax.Array, jax.Array,
     LAPACK swaps rows as it goes and leaves the columns of L already found as they were; here they follow.
     """
     n = ld.shape[-1]
-    index = jnp.arange(n)
+    index = jnp.arange(n, dtype=jnp.int32)
 
     def follow(k: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         lower, order, starts = state
         starting = (pivots[k] < 0) & ~starts[jnp.maximum(k - 1, 0)]
         ending = (pivots[k] < 0) & ~starting
         at = jnp.where(starting, k + 1, k)
-        to = jnp.where(ending, at, jnp.abs(pivots[k]).astype(index.dtype) - 1)
+        to = jnp.where(ending, at, jnp.abs(pivots[k]) - 1)
         swapped = jnp.where(index == at, to, jnp.where(index == to, at, index))
         lower = jnp.where(index[None, :] < k, lower[swapped], lower)
         return lower, order[swapped], jnp.where(index == k, starting, starts)
@@ -559,12 +565,12 @@ def linalg_lstsq(self, b, rcond=None, *, driver=None):
         tolerance = jnp.finfo(a.dtype).eps * max(m, n) if rcond is None else rcond
         kept = s > tolerance * jnp.max(s, axis=-1, keepdims=True, initial=0)
         inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)
-        x = _adjoint(vh) @ (inverse[..., None].astype(a.dtype) * (_adjoint(u) @ b))
+        x = _product(_adjoint(vh), inverse[..., None].astype(a.dtype) * _product(_adjoint(u), b))
         rank = kept.sum(-1)
         singular = singular if driver == "gelsy" else s
     residuals = jnp.zeros((0,), self.real.dtype)
     if m > n and driver != "gelsy":
-        residuals = jnp.sum(jnp.abs(b - a @ x) ** 2, axis=-2)
+        residuals = jnp.sum(jnp.abs(b - _product(a, x)) ** 2, axis=-2)
         residuals = residuals[..., 0] if vectors else residuals
     return x[..., 0] if vectors else x, residuals, rank, singular
 
@@ -573,9 +579,9 @@ def _solve_by_qr(a: jax.Array, b: jax.Array) -> jax.Array:
     """Least squares for (..., m, n) of full rank, or the shortest solution if m < n."""
     if a.shape[-2] >= a.shape[-1]:
         q, r = lax.linalg.qr(a, full_matrices=False)
-        return lax.linalg.triangular_solve(r, _adjoint(q) @ b, left_side=True)
+        return lax.linalg.triangular_solve(r, _product(_adjoint(q), b), left_side=True)
     q, r = lax.linalg.qr(_adjoint(a), full_matrices=False)
-    return q @ lax.linalg.triangular_solve(r, b, left_side=True, transpose_a=True, conjugate_a=True)
+    return _product(q, lax.linalg.triangular_solve(r, b, left_side=True, transpose_a=True, conjugate_a=True))
 
 
 @ops.lowering("aten::linalg_pinv.atol_rtol_tensor")
@@ -600,7 +606,7 @@ def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
     size = jnp.abs(s)
     kept = size > jnp.maximum(atol[..., None], rtol.astype(real)[..., None] * size.max(-1, keepdims=True))
     inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0).astype(self.dtype)
-    return (_adjoint(vh) * inverse[..., None, :]) @ _adjoint(u)
+    return _product(_adjoint(vh) * inverse[..., None, :], _adjoint(u))
 
 
 # -- functions of a matrix ---------------------------------------------------------------------------------------------
@@ -644,19 +650,19 @@ def linalg_matrix_exp(self):
     a = a * jnp.exp2(-squarings.astype(a.real.dtype)).astype(a.dtype)
 
     identity = jnp.broadcast_to(_eye(a.shape[-1], a), a.shape)
-    square = a @ a
+    square = _product(a, a)
     even, odd = (_polynomial(square, identity, coefficients[start::2]) for start in (0, 1))
-    odd = a @ odd
+    odd = _product(a, odd)
     lu, pivots, _ = _lu(even - odd, pivot=True)
     result = linalg_lu_solve(lu, pivots, even + odd)
-    return lax.fori_loop(0, squarings.max(), lambda i, x: jnp.where(i < squarings, x @ x, x), result)
+    return lax.fori_loop(0, squarings.max(), lambda i, x: jnp.where(i < squarings, _product(x, x), x), result)
 
 
 def _polynomial(x: jax.Array, identity: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
     """The matrix polynomial with these coefficients, lowest first."""
     total = coefficients[-1] * x + coefficients[-2] * identity
     for c in reversed(coefficients[:-2]):
-        total = x @ total + c * identity
+        total = _product(x, total) + c * identity
     return total
 
 
@@ -738,10 +744,11 @@ def cdist_backward(grad_output, x1, x2, p, cdist):
 
 def _pairs(n: int) -> tuple[jax.Array, jax.Array]:
     """All i < j below n in order, as two vectors of length n (n - 1) / 2. Computed, so that they are no constants."""
-    counts = n - 1 - jnp.arange(n)
+    rows = jnp.arange(n, dtype=jnp.int32)
+    counts = n - 1 - rows
     total = n * (n - 1) // 2
-    i = jnp.repeat(jnp.arange(n), counts, total_repeat_length=total)
-    return i, jnp.arange(total) - (jnp.cumsum(counts) - counts)[i] + i + 1
+    i = jnp.repeat(rows, counts, total_repeat_length=total)
+    return i, jnp.arange(total, dtype=jnp.int32) - (rows * (2 * n - 1 - rows) // 2)[i] + i + 1
 
 
 @ops.lowering("aten::_pdist_forward", static=("p",))

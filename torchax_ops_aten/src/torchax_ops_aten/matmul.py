@@ -16,7 +16,7 @@ import torch
 from torchax_core.opset import OpSet
 from torchax_core.promotion import SAME, opmath
 
-ops = OpSet("torchax_ops_aten.matmul")
+ops = OpSet("torchax_ops_aten.matmul", depends_on=torch.get_float32_matmul_precision)
 
 _ADDED = SAME.of("self", "beta", "alpha")
 """What is added, and its factors, come in one type; the matrices stay in theirs, which the hardware may multiply in."""

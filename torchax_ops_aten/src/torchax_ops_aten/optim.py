@@ -22,8 +22,9 @@ from torchax_core.dtypes import jax_dtype, torch_dtype
 from torchax_core.opset import OpSet
 from torchax_core.promotion import COMPLEX_TO_FLOAT, INT_TO_FLOAT, SAME, Promotion, opmath
 from torchax_ops_aten.copying import cast
+from torchax_ops_aten.matmul import precision_for
 
-ops = OpSet("torchax_ops_aten.optim")
+ops = OpSet("torchax_ops_aten.optim", depends_on=torch.get_float32_matmul_precision)
 
 _AS_GIVEN = SAME.of("-")
 """A rule for no argument at all: Scalars arrive as wide as Python's numbers (int64, float64), so that an int does not
@@ -347,7 +348,7 @@ def foreach_max(self):
 @ops.lowering("aten::_foreach_mm")
 def foreach_mm(self, mat2):
     """`self[i] @ mat2[i]`: (m, k) times (k, n), each pair with its own sizes."""
-    return [jnp.matmul(opmath(a), opmath(b)) for a, b in zip(self, mat2, strict=True)]
+    return [jnp.matmul(opmath(a), opmath(b), precision=precision_for(a.dtype)) for a, b in zip(self, mat2, strict=True)]
 
 
 @ops.lowering("aten::_foreach_clone")

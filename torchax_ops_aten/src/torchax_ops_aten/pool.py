@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -18,14 +18,9 @@ import numpy as np
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import opmath
+from torchax_ops_aten.conv import per_dim
 
 ops = OpSet("torchax_ops_aten.pool")
-
-
-def _per_dim(value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    """`value` for each of `ndim` spatial dims; torch lets one number stand for all."""
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * ndim if len(values) == 1 else values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +52,8 @@ class Windows:
                 would start in the padding on the right.
         """
         spatial = x.shape[-ndim:]
-        kernel, padding, dilation = (_per_dim(v, ndim) for v in (kernel, padding, dilation))
-        stride = _per_dim(stride, ndim) if isinstance(stride, int) or stride else kernel
+        kernel, padding, dilation = (per_dim(v, ndim) for v in (kernel, padding, dilation))
+        stride = per_dim(stride, ndim) if isinstance(stride, int) or stride else kernel
         count = []
         for size, k, s, p, d in zip(spatial, kernel, stride, padding, dilation, strict=True):
             n = (size + 2 * p - d * (k - 1) - 1 + (s - 1 if ceil_mode else 0)) // s + 1
@@ -111,7 +106,7 @@ _NOWHERE = np.int32(np.iinfo(np.int32).max)
 """The position of what pads: behind every real one."""
 
 
-def _greater(a, b):
+def _greater(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Of two (value, position) pairs, torch's maximum: NaN over all and the last of them; else the first of equals."""
     (x, i), (y, j) = a, b
     x_nan, y_nan = x != x, y != y
@@ -125,7 +120,7 @@ def _max_pool(x: jax.Array, windows: Windows) -> jax.Array:
     return windows.reduce(x, _lowest(x.dtype), jax.lax.max)
 
 
-def _max_pool_with_indices(self, windows):
+def _max_pool_with_indices(self: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array]:
     """Maxima and their positions. Apart, so that a compiled program that drops the positions does not compute them."""
     x = opmath(self)
     positions = jnp.broadcast_to(_flat_positions(windows.spatial), x.shape)
@@ -134,7 +129,7 @@ def _max_pool_with_indices(self, windows):
 
 
 def _to_positions(values: jax.Array, indices: jax.Array, spatial: Sequence[int], *, add: bool) -> jax.Array:
-    """`values` at flat positions `indices` of each plane of zeros (*spatial); those that meet are added, or the last set."""
+    """Zeros (..., *spatial) with `values` at flat positions `indices`; those that meet are added up, or the last is set."""
     lead = values.shape[: values.ndim - len(spatial)]
     planes, size = math.prod(lead), math.prod(spatial)
     at = jnp.arange(planes)[:, None], indices.reshape(planes, -1)
@@ -213,7 +208,17 @@ def _divided(x: jax.Array, divisor: jax.Array | np.ndarray | int) -> jax.Array:
     return jax.lax.div(x, divisor)
 
 
-def _avg_pool(self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, *, ndim):
+def _avg_pool(
+    self: jax.Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+    *,
+    ndim: int,
+) -> jax.Array:
     """The mean of each window. Linear in `self`, so that its gradient is its transpose."""
     windows = Windows.over(self, kernel_size, stride, padding, ndim=ndim, ceil_mode=ceil_mode)
     x = opmath(self)
@@ -222,24 +227,20 @@ def _avg_pool(self, kernel_size, stride, padding, ceil_mode, count_include_pad, 
     return _divided(total, windows.divisor(count_include_pad) if divisor_override is None else divisor_override)
 
 
-def _transposed(linear, like: jax.Array, grad_output: jax.Array) -> jax.Array:
+def _transposed(linear: Callable[[jax.Array], jax.Array], like: jax.Array, grad_output: jax.Array) -> jax.Array:
     """The transpose of `linear`, a function of an array like `like`, applied to `grad_output` in its compute type."""
     grad = opmath(grad_output)
     return jax.linear_transpose(linear, jax.ShapeDtypeStruct(like.shape, grad.dtype))(grad)[0]
 
 
 @ops.lowering("aten::avg_pool2d")
-def avg_pool2d(
-    self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
-):
+def avg_pool2d(self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
     """The mean of each window: (..., h, w) -> (..., h_out, w_out)."""
     return _avg_pool(self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, ndim=2)
 
 
 @ops.lowering("aten::avg_pool3d")
-def avg_pool3d(
-    self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
-):
+def avg_pool3d(self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
     """The mean of each window: (..., d, h, w) -> (..., d_out, h_out, w_out)."""
     return _avg_pool(self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, ndim=3)
 
@@ -357,17 +358,24 @@ def adaptive_max_pool3d_backward(grad_output, self, indices):
 # -- fractional --------------------------------------------------------------------------------------
 
 
+def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`x`, computed in float32, with no more bits than `dtype` has; wider types are left alone."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant) if info.bits < 32 else x
+
+
 def _fractional_positions(samples: jax.Array, size: int, count: int, kernel: int) -> jax.Array:
-    """What `count` windows of `kernel` elements cover of `size`, spread by a random sample: (*samples.shape, count, kernel).
+    """What `count` windows of `kernel` elements cover of `size`, spread by random samples: (*samples, count, kernel).
 
     source: fractional_max_pool's generate_intervals, aten/src/ATen/native/FractionalMaxPool*.cpp; the last window ends
             where the input does.
     """
     starts = jnp.full((*samples.shape, count), size - kernel)
     if count > 1:
-        alpha = jnp.asarray(size - kernel, samples.dtype) / jnp.asarray(count - 1, samples.dtype)
-        steps = (jnp.arange(count - 1).astype(samples.dtype) + samples[..., None]) * alpha
-        starts = starts.at[..., :-1].set(steps.astype(jnp.int64) - (samples * alpha).astype(jnp.int64)[..., None])
+        alpha = _rounded(jnp.asarray(size - kernel, opmath(samples).dtype) / (count - 1), samples.dtype)
+        steps = _rounded(opmath(samples)[..., None] + jnp.arange(count - 1), samples.dtype)
+        steps, offset = (_rounded(x * alpha, samples.dtype).astype(jnp.int64) for x in (steps, opmath(samples)))
+        starts = starts.at[..., :-1].set(steps - offset[..., None])
     return starts[..., None] + jnp.arange(kernel)
 
 
@@ -381,7 +389,7 @@ def _fractional_max_pool(
     """
     ndim = len(output_size)
     spatial, lead = self.shape[-ndim:], self.shape[:-ndim]
-    kernel_size = _per_dim(kernel_size, ndim)
+    kernel_size = per_dim(kernel_size, ndim)
     samples = random_samples.reshape(*lead, ndim)
     order = (1, 0) if ndim == 2 else (0, 1, 2)
     flat = jnp.zeros((), jnp.int64)
@@ -393,7 +401,8 @@ def _fractional_max_pool(
         shape = lead + (1, 1) * place + positions.shape[-2:] + (1, 1) * (ndim - place - 1)
         flat = flat * spatial[place] + positions.reshape(shape)
     x = opmath(self)
-    values = jnp.take_along_axis(x.reshape(*lead, -1), flat.reshape(*lead, -1), axis=-1).reshape(flat.shape)
+    planes, at = x.reshape(*lead, math.prod(spatial)), flat.reshape(*lead, math.prod(flat.shape[len(lead) :]))
+    values = jnp.take_along_axis(planes, at, axis=-1).reshape(flat.shape)
     axes = tuple(range(len(lead) + 1, flat.ndim, 2))
     return jax.lax.reduce((values, flat.astype(jnp.int32)), (_lowest(x.dtype), _NOWHERE), _greater, axes)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,9 @@ _SCALES = ("scales_d", "scales_h", "scales_w", "scales")
 
 Taps = tuple[np.ndarray, np.ndarray | None]
 """Positions (out, taps) and weights (out, taps), or None for one tap of weight 1."""
+
+TapsOf = Callable[[int, int, float | None, np.dtype], Taps]
+"""The taps of one dim: of a size, an output size, a scale factor or None, and the dtype to find them in."""
 
 
 def _scales_of(scales: Mapping[str, float | None], ndim: int) -> tuple[float | None, ...]:
@@ -46,7 +50,7 @@ def _source_scale(size: int, out: int, scale: float | None, align_corners: bool,
 
 
 def _nearest_taps(size: int, out: int, scale: float | None, dtype: np.dtype, *, exact: bool) -> Taps:
-    """The element under the left edge of each output, or, `exact`, under its centre. float32 whatever the input's type."""
+    """The element under each output's left edge, or, `exact`, under its centre; found in float32 for every dtype."""
     step = _source_scale(size, out, scale, False, np.dtype(np.float32))
     position = np.arange(out, dtype=np.float32) + np.float32(0.5 if exact else 0)
     return np.minimum(np.floor(position * step).astype(np.int64), size - 1)[:, None], None
@@ -151,7 +155,7 @@ def _weighed_integers(windows: jax.Array, weights: np.ndarray, axis: int) -> jax
     return jnp.clip((total + 2 ** (point - 1)) >> point, 0, 255)
 
 
-def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float | None], taps) -> jax.Array:
+def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float | None], taps: TapsOf) -> jax.Array:
     """`self` (n, c, *spatial) resampled to (n, c, *output_size), the last dim first, as torch does."""
     integer = jnp.issubdtype(self.dtype, jnp.integer)
     x = self.astype(jnp.int32) if integer else opmath(self)
@@ -174,28 +178,28 @@ def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float 
 
 
 def _resize_backward(
-    grad_output: jax.Array, input_size: Sequence[int], scales: Sequence[float | None], taps
+    grad_output: jax.Array, input_size: Sequence[int], scales: Sequence[float | None], taps: TapsOf
 ) -> jax.Array:
     """The transpose of `_resize`."""
     grad = opmath(grad_output)
-    forward = lambda x: _resize(x, grad.shape[2:], scales, taps)  # noqa: E731
+    forward = partial(_resize, output_size=grad.shape[2:], scales=scales, taps=taps)
     return jax.linear_transpose(forward, jax.ShapeDtypeStruct(tuple(input_size), grad.dtype))(grad)[0]
 
 
-def _nearest(exact: bool):
-    return lambda *args: _nearest_taps(*args, exact=exact)
+def _nearest(exact: bool) -> TapsOf:
+    return partial(_nearest_taps, exact=exact)
 
 
-def _linear(align_corners: bool):
-    return lambda *args: _linear_taps(*args, align_corners=align_corners)
+def _linear(align_corners: bool) -> TapsOf:
+    return partial(_linear_taps, align_corners=align_corners)
 
 
-def _bicubic(align_corners: bool):
-    return lambda *args: _cubic_taps(*args, align_corners=align_corners)
+def _bicubic(align_corners: bool) -> TapsOf:
+    return partial(_cubic_taps, align_corners=align_corners)
 
 
-def _antialiased(kernel: Callable[[np.ndarray], np.ndarray], reach: int, align_corners: bool):
-    return lambda *args: _antialiased_taps(*args, align_corners=align_corners, kernel=kernel, reach=reach)
+def _antialiased(kernel: Callable[[np.ndarray], np.ndarray], reach: int, align_corners: bool) -> TapsOf:
+    return partial(_antialiased_taps, align_corners=align_corners, kernel=kernel, reach=reach)
 
 
 def _cubic_aa(x: np.ndarray) -> np.ndarray:
@@ -370,14 +374,10 @@ def _grid_sample(
     spatial = image.shape[2:]
     # torch documents that a NaN in the grid counts as -1.
     grid = jnp.where(jnp.isnan(grid), -1, grid)
-    positions = [
-        _unnormalized(grid[..., -1 - place], size, align_corners) for place, size in enumerate(spatial)
-    ]
+    positions = [_unnormalized(grid[..., -1 - place], size, align_corners) for place, size in enumerate(spatial)]
     if interpolation_mode != _BICUBIC:
         # The bicubic mode pads each of its taps instead.
-        positions = [
-            _padded(p, size, padding_mode, align_corners) for p, size in zip(positions, spatial, strict=True)
-        ]
+        positions = [_padded(p, size, padding_mode, align_corners) for p, size in zip(positions, spatial, strict=True)]
     if interpolation_mode == _NEAREST:
         return _sampled(image, [jnp.round(p) for p in positions])
 
@@ -428,10 +428,6 @@ def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
 
 
 @ops.lowering("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
-def grid_sampler_backward(
-    grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask
-):
+def grid_sampler_backward(grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask):
     """Gradients of `grid_sampler` for `input` and `grid`; None where `output_mask` says it is not needed."""
-    return _grid_sample_backward(
-        grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask
-    )
+    return _grid_sample_backward(grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
 from torchax_core import OpSet, opmath
 from torchax_core.errors import ShapeError
 
 __all__ = ["ops"]
 
 ops = OpSet("torchax_ops_vision.deform_conv")
+ops.autocast("fp32", ["torchvision::deform_conv2d"])
 
 
 def _corner(image: jax.Array, y: jax.Array, x: jax.Array, size: tuple[int, int]) -> jax.Array:

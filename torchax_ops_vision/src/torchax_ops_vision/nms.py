@@ -1,7 +1,7 @@
 """Non-maximum suppression: `torchvision::nms`, and a form of bounded size for compiled code.
 
 The result of nms is as long as the number of boxes kept, which only the data tells: the op runs eagerly. Code under
-`torchax_core.jit`, and JAX code under `jax.jit`, uses :func:`nms_padded`, whose result has a length chosen by the caller.
+`torchax_core.jit`, and JAX code under `jax.jit`, uses :func:`nms_padded`, whose result has a length the caller chose.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from torchax_core import OpSet, opmath
 from torchax_core.errors import ShapeError
 
 __all__ = ["nms_padded", "ops"]
 
 ops = OpSet("torchax_ops_vision.nms")
+ops.autocast("fp32", ["torchvision::nms"])
 
 # Boxes are settled this many at a time: one step compares a block with all boxes, O(block * n) memory.
 _BLOCK = 128

@@ -19,11 +19,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
 from torchax_core import OpSet, opmath
 
 __all__ = ["ops"]
 
 ops = OpSet("torchax_ops_vision.roi")
+# Features come in half types there, regions in float32: torchvision's ops want one dtype, and this one.
+ops.autocast("fp32", [f"torchvision::{_op}" for _op in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool")])
 
 
 class _Visits(NamedTuple):
@@ -189,9 +192,7 @@ def roi_align(input, rois, spatial_scale, pooled_height, pooled_width, sampling_
         return jnp.zeros((bins[0], input.shape[1], *bins[1:]), input.dtype)
     image, rois = opmath(input), opmath(rois)
     offset, min_extent = (0.5, None) if aligned else (0.0, 1.0)
-    visits, count = _align_visits(
-        rois, spatial_scale, bins[1:], input.shape[2:], sampling_ratio, offset, min_extent
-    )
+    visits, count = _align_visits(rois, spatial_scale, bins[1:], input.shape[2:], sampling_ratio, offset, min_extent)
     total = _gather(_to_rows(image), visits, bins)
     return jnp.moveaxis(total / jnp.maximum(count, 1)[..., None], -1, 1)
 
@@ -228,9 +229,7 @@ def ps_roi_align(input, rois, spatial_scale, pooled_height, pooled_width, sampli
     if mapping.size == 0:
         return jnp.zeros(mapping.shape, input.dtype), mapping
     image, rois = opmath(input), opmath(rois)
-    visits, count = _align_visits(
-        rois, spatial_scale, pooled, input.shape[2:], sampling_ratio, 0.5, None, per_bin=True
-    )
+    visits, count = _align_visits(rois, spatial_scale, pooled, input.shape[2:], sampling_ratio, 0.5, None, per_bin=True)
     total = _gather(_to_bin_rows(image, pooled), visits, (regions, *pooled))
     return jnp.moveaxis(total / count[..., None], -1, 1), mapping
 
@@ -318,7 +317,8 @@ def roi_pool(input, rois, spatial_scale, pooled_height, pooled_width):
 
     input:   (N, C, H, W), floating.
     rois:    (K, 5): the image's index in the batch, then x1, y1, x2, y2, rounded to pixels after scaling.
-    returns: (K, C, PH, PW), 0 in an empty bin; and where it was found, `y * W + x`, the first of equals, -1 for nowhere.
+    returns: (K, C, PH, PW), 0 in an empty bin; and where it was found, `y * W + x`, int32, the first of equals; -1 if
+             nowhere.
     """
     pooled, size = (pooled_height, pooled_width), input.shape[2:]
     shape = (rois.shape[0], input.shape[1], *pooled)

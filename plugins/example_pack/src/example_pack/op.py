@@ -26,8 +26,8 @@ def soft_threshold(x: torch.Tensor, threshold: float) -> torch.Tensor:
 
 @soft_threshold.register_fake
 def _(x: torch.Tensor, threshold: float) -> torch.Tensor:
-    # Also run by torchax-core, once for every new shape: it says what the lowering must return, and makes bad calls fail
-    # with the same message on every device.
+    # Also run by torchax-core, once for every new shape: it says what the lowering must return, and makes bad calls
+    # fail with the same message on every device.
     _check(x)
     return torch.empty_like(x)
 
@@ -42,8 +42,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    # Plain torch ops: they run wherever `grad` is. An op whose backward is worth a kernel of its own makes that a second
-    # custom op, with a lowering of its own.
+    # Plain torch ops: they run wherever `grad` is. An op whose backward is worth a kernel of its own makes that a
+    # second custom op, with a lowering of its own.
     (x,) = ctx.saved_tensors
     return grad * (torch.abs(x) > ctx.threshold), None
 

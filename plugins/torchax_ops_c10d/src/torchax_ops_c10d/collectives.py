@@ -1,7 +1,7 @@
 """Functional collectives as JAX collectives over the mesh axis of their group (see groups.py).
 
 Every device of a jax.shard_map runs the same program, so arguments that torch allows to differ from rank to rank, as
-the split sizes of all_to_all_single, must be the same on all. JAX runs asynchronously by itself: there is nothing to wait for.
+the split sizes of all_to_all_single, must be the same on all. JAX runs asynchronously: there is nothing to wait for.
 
 Source: https://docs.jax.dev/en/latest/jax.lax.html#parallel-operators
 """
@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.distributed._functional_collectives  # registers the ops' meta kernels and gradients
+
 from torchax_core import OpSet
 from torchax_core.errors import ShapeError
-
 from torchax_ops_c10d.groups import Axis, CollectiveError, axis_of
 
 __all__ = ["ops"]
@@ -188,8 +188,8 @@ def reduce_scatter_tensor_out(input, reduce_op, group_size, group_name, *, out):
     return out.copy_(torch.ops._c10d_functional.reduce_scatter_tensor(input, reduce_op, group_size, group_name))
 
 
-# Sending to one member is another program on each device. Left undefined, torch's own kernel would run: it looks for the
-# group's process backend and reads the memory of a tensor that has none.
+# Sending to one member is another program on each device. Left undefined, torch's own kernel would run: it looks for
+# the group's process backend and reads the memory of a tensor that has none.
 
 
 def _point_to_point(op: str) -> CollectiveError:

@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 import jax
+
 from torchax_core.errors import TorchaxError
 
 __all__ = ["Axis", "CollectiveError", "axis_of", "map_group"]
@@ -56,8 +57,8 @@ def axis_of(op: str, group: Any, size: int | None = None) -> Axis | None:
     if length is not None:
         if size is not None and size != length:
             raise CollectiveError(
-                f"{op}: the call says that the group {name!r} has {size} members, but it is the mesh axis {axis!r}, which "
-                f"has {length}. Pass a group size of {length}."
+                f"{op}: the call says that the group {name!r} has {size} members, but it is the mesh axis {axis!r}, "
+                f"which has {length}. Pass a group size of {length}."
             )
         return axis
     if size is None:
@@ -71,8 +72,8 @@ def axis_of(op: str, group: Any, size: int | None = None) -> Axis | None:
             f"jax.shard_map over a mesh with that axis."
         )
     raise CollectiveError(
-        f"{op}: the group {name!r} {members}, but device 'jax' is one logical device. Say which mesh axis the group is, "
-        f"torchax_ops_c10d.map_group({name!r}, 'axis name'), and run this code inside jax.shard_map over that mesh."
+        f"{op}: the group {name!r} {members}, but device 'jax' is one logical device. Say which mesh axis the group "
+        f"is, torchax_ops_c10d.map_group({name!r}, 'axis name'), and run this code inside jax.shard_map over that mesh."
     )
 
 

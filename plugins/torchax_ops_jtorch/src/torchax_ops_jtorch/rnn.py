@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
 from torchax_core import OpSet, opmath
 
 __all__ = ["ops"]
@@ -157,9 +158,8 @@ def _layers(
 
 def _weights(params: Sequence[jax.Array], has_biases: bool) -> _Weights:
     ih, hh, *rest = params
-    biases = (rest[0], rest[1]) if has_biases else (None, None)
-    rest = rest[2:] if has_biases else rest
-    return _Weights(ih, hh, *biases, rest[0] if rest else None)
+    b_ih, b_hh = (rest.pop(0), rest.pop(0)) if has_biases else (None, None)
+    return _Weights(ih, hh, b_ih, b_hh, hr=rest[0] if rest else None)
 
 
 def _padded(kind, input, states, params, batch_first: bool, **settings) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -212,7 +212,11 @@ def lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirectiona
 
 @ops.lowering("aten::lstm.data", static=["dropout"])
 def lstm_packed(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional, *, key):
-    """`lstm` over a PackedSequence: data (elements, size), batch_sizes (time,) -> (elements, directions * hidden), h, c."""
+    """`lstm` over a PackedSequence.
+
+    data:    (elements, size); batch_sizes: (time,), rows of `data` per step; hx and params as in `lstm`.
+    returns: outputs (elements, directions * hidden); the last h and c.
+    """
     outputs, (h, c) = _packed(
         _LSTM,
         data,
@@ -270,6 +274,12 @@ def _register_single_state(name: str, kind: _Kind) -> None:
 for _name, _kind in {"gru": _GRU, "rnn_tanh": _TANH, "rnn_relu": _RELU}.items():
     _register_single_state(_name, _kind)
 
+# Decomposed, their matrix products would run in lower precision under autocast; whole, all of the layer does.
+ops.autocast(
+    "lower_precision_fp",
+    [f"aten::{_name}.{_form}" for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for _form in ("input", "data")],
+)
+
 
 # -- single cells --------------------------------------------------------------------------------------------------
 
@@ -293,7 +303,7 @@ def gru_cell(input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
 
 @ops.lowering("aten::rnn_tanh_cell")
 def rnn_tanh_cell(input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
-    """One step of an Elman RNN: tanh of both linear maps; input (batch, size), hx (batch, hidden) -> (batch, hidden)."""
+    """One step of a simple RNN with tanh: input (batch, size), hx (batch, hidden) -> (batch, hidden)."""
     return _one_step(_TANH, input, (hx,), w_ih, w_hh, b_ih, b_hh)[0]
 
 

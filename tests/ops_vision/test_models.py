@@ -1,0 +1,33 @@
+"""A detector of torchvision's, which uses nms, batched_nms and roi_align on several levels of features."""
+
+import copy
+
+import pytest
+import torch
+import torchvision
+
+from torchax_core.testing import sample
+
+
+def detector():
+    return torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(
+        weights=None,
+        weights_backbone=None,
+        num_classes=5,
+        box_score_thresh=0.0,
+        rpn_pre_nms_top_n_test=200,
+        rpn_post_nms_top_n_test=50,
+    )
+
+
+@pytest.mark.slow
+def test_faster_rcnn_finds_the_same_boxes():
+    model = detector().eval()
+    images = [sample((3, 120, 160), torch.float32, low=0, high=1), sample((3, 140, 100), torch.float32, low=0, high=1)]
+    with torch.no_grad():
+        expected = model(images)
+        ours = copy.deepcopy(model).to("jax")([image.to("jax") for image in images])
+    for one, other in zip(ours, expected, strict=True):
+        assert one["labels"].cpu().tolist() == other["labels"].tolist()
+        torch.testing.assert_close(one["scores"].cpu(), other["scores"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one["boxes"].cpu(), other["boxes"], rtol=1e-4, atol=1e-2)
