@@ -136,12 +136,12 @@ def main(
     eager_losses = train(make_model().to(device), batches)
     jitted_losses = train(make_model().to(device), batches, jit=device == "jax")
 
-    # 3. The same weights, trained on CPU until they spell words, greedily continue a line.
-    trained = make_model()
-    train(trained, make_batches(150), lr=3e-3)
+    # 3. The same weights, trained until they spell words, greedily continue a line here and on CPU.
+    trained = make_model().to(device)
+    train(trained, make_batches(150), lr=3e-3, jit=device == "jax")
     prompt = "Simple is better "
-    cpu_tokens = continue_text(trained, prompt, new_tokens)
-    tokens = continue_text(copy.deepcopy(trained).to(device), prompt, new_tokens)
+    tokens = continue_text(trained, prompt, new_tokens)
+    cpu_tokens = continue_text(copy.deepcopy(trained).cpu(), prompt, new_tokens)
 
     figures = Figures(
         logits_error=logits_error,

@@ -135,13 +135,13 @@ class Tensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kernels = active.kernels
-        if kernels is None:
-            kernels = resolve_active()
-        kernel = kernels.get(func)
-        if kernel is None:
-            kernel = active.environment._kernel(func)
         try:
+            kernels = active.kernels
+            if kernels is None:
+                kernels = resolve_active()
+            kernel = kernels.get(func)
+            if kernel is None:
+                kernel = active.environment._kernel(func)
             return kernel(args, kwargs)
         except Exception as error:
             return explained(error, func)

@@ -1,7 +1,7 @@
 """Products of matrices and vectors: mm, bmm, addmm, mv, dot, linear and their kin.
 
-Half types multiply as they are and accumulate in float32 (`preferred_element_type`), rounded once by the kernel. float32
-products follow `torch.get_float32_matmul_precision()`, read when an op is traced. Integers are exact, modulo their width.
+Half types multiply as they are and accumulate in float32 (`preferred_element_type`); the kernel rounds once. float32
+products follow `torch.get_float32_matmul_precision()`, read when an op is traced. Integers are exact.
 `matmul`, `einsum`, `tensordot` and `bilinear` are composite and arrive here as these ops.
 """
 
@@ -209,7 +209,7 @@ def _scaled_mm(self, mat2, scale_a, scale_b, bias=None, scale_result=None, out_d
 
 @ops.lowering("aten::_grouped_mm")
 def _grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
-    """Products of groups of rows, columns or summands, as a mixture of experts has them. `offs` (g,) says where each ends.
+    """Products of groups of rows, columns or summands, as in a mixture of experts; `offs` (g,) says where each ends.
 
     (n, k), (g, k, m) -> (n, m):      rows of `self` in groups, each with its own matrix.
     (g, n, k), (k, m) -> (n, m):      columns of `mat2` in groups, each with its own matrix.

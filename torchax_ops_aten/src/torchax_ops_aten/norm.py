@@ -51,7 +51,7 @@ def native_batch_norm_stats(input, weight, bias, running_mean, running_var, trai
 
     input:   (n, c, ...); the others (c,) or None.
     returns: out like `input`; save_mean, save_invstd: (c,), of what it normalized by, as on cuda (on CPU torch gives
-             empty ones when not training); and the new running_mean and running_var: (c,), or None where there was none.
+             empty ones when not training); the new running_mean and running_var: (c,), or None where there was none.
     """
     axes, per_channel = _batch_axes(input)
     x = opmath(input)

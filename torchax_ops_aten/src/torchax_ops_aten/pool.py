@@ -129,7 +129,7 @@ def _max_pool_with_indices(self: jax.Array, windows: Windows) -> tuple[jax.Array
 
 
 def _to_positions(values: jax.Array, indices: jax.Array, spatial: Sequence[int], *, add: bool) -> jax.Array:
-    """Zeros (..., *spatial) with `values` at flat positions `indices`; those that meet are added up, or the last is set."""
+    """Zeros (..., *spatial) with `values` at flat positions `indices`; where some meet, their sum or one of them."""
     lead = values.shape[: values.ndim - len(spatial)]
     planes, size = math.prod(lead), math.prod(spatial)
     at = jnp.arange(planes)[:, None], indices.reshape(planes, -1)
@@ -280,9 +280,9 @@ def _adaptive_windows(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _gathered(x: jax.Array, windows: Sequence[tuple[np.ndarray, np.ndarray]]) -> jax.Array:
-    """The windows of the last dims of `x`, one dim at a time: (..., d1, d2) -> (..., count1, longest1, count2, longest2).
+    """The windows of the last dims of `x`: (..., d1, d2) -> (..., count1, longest1, count2, longest2).
 
-    `windows` are pairs of positions and a mask, per dim.
+    `windows` are pairs of positions and a mask, per dim; one dim is gathered after the other.
     """
     lead = x.ndim - len(windows)
     for place, (positions, _) in enumerate(windows):

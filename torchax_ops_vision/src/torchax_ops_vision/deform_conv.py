@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from torchax_core import OpSet, opmath
 from torchax_core.errors import ShapeError
 
 __all__ = ["ops"]
 
-ops = OpSet("torchax_ops_vision.deform_conv")
+ops = OpSet("torchax_ops_vision.deform_conv", depends_on=torch.get_float32_matmul_precision)
 ops.autocast("fp32", ["torchvision::deform_conv2d"])
+
+_PRECISION = {
+    "highest": jax.lax.Precision.HIGHEST,
+    "high": jax.lax.Precision.HIGH,
+    "medium": jax.lax.Precision.DEFAULT,
+}
+
+
+def _precision() -> jax.lax.Precision:
+    """How exactly products are computed: what the user chose for float32, which accelerators otherwise lower."""
+    return _PRECISION[torch.get_float32_matmul_precision()]
 
 
 def _corner(image: jax.Array, y: jax.Array, x: jax.Array, size: tuple[int, int]) -> jax.Array:
@@ -62,7 +74,7 @@ def _forward(input, weight, offset, mask, bias, stride, padding, dilation, group
         if scale is not None:
             column = column * scale[..., None]
         column = jnp.swapaxes(column, 1, 2).reshape(batch, places, groups, channels // groups)
-        return total + jnp.einsum("bpgc,goc->bgop", column, kernel), None
+        return total + jnp.einsum("bpgc,goc->bgop", column, kernel, precision=_precision()), None
 
     start = jnp.zeros((batch, groups, outputs // groups, places), input.dtype)
     total, _ = jax.lax.scan(tap, start, (jnp.arange(taps, dtype=jnp.int32), shift, scale, kernel))

@@ -14,12 +14,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from torchax_core import OpSet, opmath
 
 __all__ = ["ops"]
 
-ops = OpSet("torchax_ops_jtorch.rnn")
+ops = OpSet("torchax_ops_jtorch.rnn", depends_on=torch.get_float32_matmul_precision)
+
+_PRECISION = {
+    "highest": jax.lax.Precision.HIGHEST,
+    "high": jax.lax.Precision.HIGH,
+    "medium": jax.lax.Precision.DEFAULT,
+}
 
 State = tuple[jax.Array, ...]  # (h,), or (h, c) of an LSTM; each (batch, size)
 
@@ -34,10 +41,15 @@ class _Weights(NamedTuple):
     hr: jax.Array | None = None  # (projected, hidden): an LSTM with `proj_size`
 
 
+def _precision() -> jax.lax.Precision:
+    """How exactly products are computed: what the user chose for float32, which accelerators otherwise lower."""
+    return _PRECISION[torch.get_float32_matmul_precision()]
+
+
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """`x @ weight.T + bias`, summed in float32 for half types and left there."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    out = jnp.matmul(x, weight.T, preferred_element_type=dtype)
+    out = jnp.matmul(x, weight.T, precision=_precision(), preferred_element_type=dtype)
     return out if bias is None else out + bias
 
 
@@ -128,7 +140,7 @@ def _layers(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    key: jax.Array,
+    key: jax.Array | None,
     valid: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """All layers: inputs (time, batch, size) -> outputs (time, batch, directions * hidden), and the last states.
@@ -150,6 +162,7 @@ def _layers(
             last.append(state)
         inputs = jnp.concatenate(outputs, axis=-1) if bidirectional else outputs[0]
         if train and dropout > 0 and layer < num_layers - 1:
+            # without dropout there is no key: the kernel draws one only if it is missed here
             kept = jax.random.uniform(jax.random.fold_in(key, layer), inputs.shape, jnp.float32) >= dropout
             scale = 1 / (1 - dropout) if dropout < 1 else 0.0
             inputs = jnp.where(kept, inputs * jnp.asarray(scale, inputs.dtype), 0)
@@ -185,7 +198,7 @@ def _packed(kind, data, batch_sizes, states, params, **settings) -> tuple[jax.Ar
 
 
 @ops.lowering("aten::lstm.input", static=["dropout"])
-def lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first, *, key):
+def lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first, *, key=None):
     """Long short-term memory over padded sequences.
 
     input:   (time, batch, size), or (batch, time, size) if `batch_first`.
@@ -211,7 +224,7 @@ def lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirectiona
 
 
 @ops.lowering("aten::lstm.data", static=["dropout"])
-def lstm_packed(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional, *, key):
+def lstm_packed(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional, *, key=None):
     """`lstm` over a PackedSequence.
 
     data:    (elements, size); batch_sizes: (time,), rows of `data` per step; hx and params as in `lstm`.
@@ -237,7 +250,7 @@ def _register_single_state(name: str, kind: _Kind) -> None:
     """`aten::<name>.input` and `.data`: layers whose state is h alone."""
 
     @ops.lowering(f"aten::{name}.input", static=["dropout"])
-    def layers(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first, *, key):
+    def layers(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first, *, key=None):
         outputs, (h,) = _padded(
             kind,
             input,
@@ -254,7 +267,7 @@ def _register_single_state(name: str, kind: _Kind) -> None:
         return outputs, h
 
     @ops.lowering(f"aten::{name}.data", static=["dropout"])
-    def packed(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional, *, key):
+    def packed(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional, *, key=None):
         outputs, (h,) = _packed(
             kind,
             data,
