@@ -132,6 +132,7 @@ def test_cholesky(upper, dtype):
     for batch in BATCHES:
         assert_matches_torch(torch.linalg.cholesky, positive(*batch, 3, 3, dtype=dtype), upper=upper)
     assert_matches_torch(torch.linalg.cholesky, positive(2, 3, 3, dtype=dtype), upper=upper, grad=True)
+    assert_matches_torch(torch.linalg.cholesky, torch.zeros(2, 0, 0, dtype=dtype), upper=upper)
     one_triangle = positive(3, 3, dtype=dtype).triu() if upper else positive(3, 3, dtype=dtype).tril()
     assert_matches_torch(torch.linalg.cholesky, one_triangle, upper=upper)
 

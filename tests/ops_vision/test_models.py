@@ -22,12 +22,12 @@ def detector():
 
 @pytest.mark.slow
 def test_faster_rcnn_finds_the_same_boxes():
-    model = detector().eval()
-    images = [sample((3, 120, 160), torch.float32, low=0, high=1), sample((3, 140, 100), torch.float32, low=0, high=1)]
+    model = detector().double().eval()  # untrained, it scores all boxes nearly alike: in float32 their order is rounding
+    images = [sample(size, torch.float64, low=0, high=1) for size in ((3, 120, 160), (3, 140, 100))]
     with torch.no_grad():
         expected = model(images)
         ours = copy.deepcopy(model).to("jax")([image.to("jax") for image in images])
     for one, other in zip(ours, expected, strict=True):
         assert one["labels"].cpu().tolist() == other["labels"].tolist()
-        torch.testing.assert_close(one["scores"].cpu(), other["scores"], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(one["boxes"].cpu(), other["boxes"], rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(one["scores"].cpu(), other["scores"])
+        torch.testing.assert_close(one["boxes"].cpu(), other["boxes"])

@@ -99,7 +99,7 @@ def test_packed(name, options):
     assert_matches_torch(run, inputs(module), states(module), *weights, grad=name in ("lstm", "gru"))
 
 
-def test_packed_programs_do_not_depend_on_the_lengths():
+def test_packed_without_padding_first():
     module = layer("gru").to("jax")
     with torch.no_grad():
         for lengths in ((4, 2, 1), (4, 3), (3, 3, 1)):

@@ -178,6 +178,8 @@ def linalg_cholesky_ex(self, *, upper=False, check_errors=False):
     self:    (..., n, n).
     returns: L (or U), NaN where it does not exist; info (...), the order of the first leading minor not positive.
     """
+    if self.size == 0:
+        return self, jnp.zeros(self.shape[:-2], jnp.int32)
     lower = lax.linalg.cholesky(_adjoint(self) if upper else self, symmetrize_input=False)
     failed = jnp.isnan(jnp.diagonal(lower, axis1=-2, axis2=-1)).any(-1)
     info = lax.cond(

@@ -79,9 +79,9 @@ class Windows:
     def divisor(self, count_include_pad: bool) -> np.ndarray:
         """The number of elements an average divides by, per window: (*count). Padding counts if asked for; what
         `ceil_mode` reaches beyond it never does."""
-        total = np.ones((), np.int64)
+        total: np.ndarray = np.ones((), np.int64)
         for size, k, s, p, n in zip(self.spatial, self.kernel, self.stride, self.padding, self.count, strict=True):
-            starts = np.arange(n) * s - p
+            starts: np.ndarray = np.arange(n) * s - p
             stops = np.minimum(starts + k, size + p)
             if not count_include_pad:
                 starts, stops = np.maximum(starts, 0), np.minimum(stops, size)
@@ -272,8 +272,8 @@ def _adaptive_windows(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     Window i holds the elements from floor(i * size / count) to ceil((i + 1) * size / count). Positions past its end
     repeat its last element.
     """
-    starts = np.arange(count) * size // max(count, 1)
-    stops = -(-(np.arange(count) + 1) * size // max(count, 1))
+    starts: np.ndarray = np.arange(count) * size // max(count, 1)
+    stops: np.ndarray = -(-(np.arange(count) + 1) * size // max(count, 1))
     longest = int((stops - starts).max(initial=1))
     positions = starts[:, None] + np.arange(longest)
     return np.minimum(positions, stops[:, None] - 1), positions < stops[:, None]
@@ -295,7 +295,7 @@ def _adaptive_avg_pool(self: jax.Array, output_size: Sequence[int]) -> jax.Array
     ndim = len(output_size)
     x = opmath(self)
     lead = x.ndim - ndim
-    divisor = np.ones((), np.int64)
+    divisor: np.ndarray = np.ones((), np.int64)
     for place, count in enumerate(output_size):
         positions, meant = _adaptive_windows(x.shape[lead + place], count)
         windows = jnp.take(x, positions, axis=lead + place)

@@ -412,8 +412,8 @@ def _grid_sample_backward(
     """Gradients of `_grid_sample` for `input` and `grid`; None where `output_mask` says it is not needed."""
     image, grid = opmath(input), opmath(grid)
     _, vjp = jax.vjp(lambda x, g: _grid_sample(x, g, interpolation_mode, padding_mode, align_corners), image, grid)
-    grads = vjp(opmath(grad_output))
-    return tuple(g if wanted else None for g, wanted in zip(grads, output_mask, strict=True))
+    for_input, for_grid = vjp(opmath(grad_output))
+    return for_input if output_mask[0] else None, for_grid if output_mask[1] else None
 
 
 @ops.lowering("aten::grid_sampler_2d", "aten::grid_sampler_3d")

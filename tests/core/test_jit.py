@@ -1,0 +1,177 @@
+"""torchax_core.jit: imperative steps as one program, with state, optimizers, randomness and guards."""
+
+from __future__ import annotations
+
+import copy
+
+import jax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchax_core
+from torchax_core.errors import DataDependentError
+
+
+def _training(model: nn.Module, make_optimizer, device: str, jitted: bool, steps: int = 5):
+    torch.manual_seed(0)
+    model = copy.deepcopy(model).to(device)
+    optimizer = make_optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = torchax_core.jit(step) if jitted else step
+    losses = []
+    for i in range(steps):
+        generator = torch.Generator().manual_seed(i)
+        x = torch.randn(8, 4, generator=generator).to(device)
+        y = torch.randint(0, 3, (8,), generator=generator).to(device)
+        losses.append(run(x, y).item())
+        schedule.step()
+    return losses, {k: v.cpu() for k, v in model.state_dict().items()}, run, model
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
+        lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+        lambda p: torch.optim.RMSprop(p, lr=1e-3),
+        lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    ],
+    ids=["AdamW", "SGD", "Adam amsgrad", "RMSprop", "Adagrad"],
+)
+def test_training_follows_cpu(make_optimizer) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    wanted, state, _, _ = _training(model, make_optimizer, "cpu", False)
+    losses, ours, run, trained = _training(model, make_optimizer, "jax", True)
+    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
+    for name, value in state.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4)
+    assert trained[0].weight.grad is not None
+    # a schedule changes lr at every step: it must not compile anew (SGD's momentum is made by its first step)
+    assert len(run.compilations) <= 2, run.explain()
+
+
+def test_state_written_inside_and_arguments_written() -> None:
+    counter = torch.zeros(2, device="jax")
+
+    @torchax_core.jit
+    def step(x):
+        counter.add_(1)
+        x[0] = 7
+        return x * counter
+
+    x = torch.ones(2, device="jax")
+    assert step(x).tolist() == [7, 1] and x.tolist() == [7, 1]
+    assert step(x).tolist() == [14, 2] and counter.tolist() == [2, 2]
+
+
+def test_randomness_is_fresh_and_the_same_as_eager() -> None:
+    dropout = torchax_core.jit(lambda x: F.dropout(x, 0.5))
+    x = torch.ones(64, device="jax")
+    torch.manual_seed(5)
+    a, b = dropout(x), dropout(x)
+    torch.manual_seed(5)
+    assert torch.equal(a.cpu(), F.dropout(x, 0.5).cpu()) and torch.equal(b.cpu(), F.dropout(x, 0.5).cpu())
+    assert not torch.equal(a.cpu(), b.cpu())
+
+
+def test_guards() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).to("jax")
+    run = torchax_core.jit(lambda x: model(x))
+    x = torch.ones(4, 2, device="jax")
+    with torch.no_grad():
+        model.eval()
+        torch.testing.assert_close(run(x).cpu(), model(x).cpu())
+        model.train()
+        assert (run(torch.ones(64, 2, device="jax")) == 0).any()
+        model.eval()
+        with torch.no_grad():
+            model[0].weight.copy_(torch.zeros(2, 2))
+        torch.testing.assert_close(run(x).cpu(), model[0].bias.expand(4, 2).cpu())
+        model[0].bias = nn.Parameter(torch.full((2,), 3.0, device="jax"))
+        assert run(x).tolist() == [[3, 3]] * 4
+        with torchax_core.default_env().override_op_definition(
+            "aten::linear", lambda input, weight, bias=None: input * 5, is_jax_function=True
+        ):
+            assert run(x).tolist() == [[5, 5]] * 4
+        assert run(x).tolist() == [[3, 3]] * 4
+    assert "a parameter of Linear was replaced" in run.explain()
+
+
+def test_gradients_flow_out_of_a_jitted_function() -> None:
+    model = nn.Linear(3, 2).to("jax")
+    run = torchax_core.jit(lambda x: model(x).tanh())
+    x = torch.randn(4, 3, device="jax", requires_grad=True)
+    run(x).sum().backward()
+    ours, grad = model.weight.grad.cpu(), x.grad.cpu()
+    model.weight.grad = x.grad = None
+    model(x).tanh().sum().backward()
+    torch.testing.assert_close(ours, model.weight.grad.cpu())
+    torch.testing.assert_close(grad, x.grad.cpu())
+
+
+def test_data_dependent_code_names_the_line() -> None:
+    @torchax_core.jit
+    def branch(x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+    x = torch.ones(3, device="jax")
+    with pytest.raises(DataDependentError, match=r"test_jit.py:\d+ \(`if x.sum\(\) > 0:`\)"):
+        branch(x)
+    with pytest.raises(DataDependentError, match=r"\.item\(\)"):
+        torchax_core.jit(lambda x: x * x.sum().item())(x)
+    with pytest.raises(DataDependentError, match="nonzero_static"):
+        torchax_core.jit(lambda x: x[x > 0])(x)
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_a_failed_trace_leaves_everything_as_it_was() -> None:
+    weight = torch.ones(2, device="jax", requires_grad=True)
+
+    @torchax_core.jit
+    def step():
+        with torch.no_grad():
+            weight.mul_(5)
+        (weight**2).sum().backward()
+        raise KeyError("no")
+
+    with pytest.raises(KeyError):
+        step()
+    assert weight.tolist() == [1, 1] and weight.grad is None
+
+
+def test_exported_arrays_survive_donation() -> None:
+    state = torch.zeros(3, device="jax")
+    step = torchax_core.jit(lambda: state.add_(1))
+    held, snapshot = state.jax(), state.clone()
+    for _ in range(3):
+        step()
+    assert held.tolist() == [0, 0, 0] and snapshot.tolist() == [0, 0, 0] and state.tolist() == [3, 3, 3]
+
+
+def test_inside_jax_transformations() -> None:
+    double = torchax_core.jit(lambda x: x * 2)
+    out = jax.jit(lambda a: double(torchax_core.tensor(a)).jax() + 1)(jax.numpy.ones(2))
+    assert out.tolist() == [3, 3]
+
+
+def test_lower_and_arguments() -> None:
+    run = torchax_core.jit(lambda tree, flag: tree["a"] + 1 if flag else tree["a"])
+    x = torch.zeros(2, device="jax")
+    assert run({"a": x}, True).tolist() == [1, 1] and run({"a": x}, False).tolist() == [0, 0]
+    assert "stablehlo" in run.lower({"a": x}, True).as_text()
+    with pytest.raises(TypeError, match="neither a tensor nor hashable"):
+        run({"a": x}, bytearray(b"x"))
