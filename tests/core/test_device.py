@@ -45,7 +45,9 @@ def test_round_trip_keeps_every_bit(dtype: torch.dtype) -> None:
     assert ours.dtype is dtype and ours.shape == x.shape
     back = ours.cpu()
     assert back.dtype is dtype
-    assert torch.equal(back.view(torch.uint8) if dtype.itemsize == 1 else back, x.view(torch.uint8) if dtype.itemsize == 1 else x)
+    assert torch.equal(
+        back.view(torch.uint8) if dtype.itemsize == 1 else back, x.view(torch.uint8) if dtype.itemsize == 1 else x
+    )
 
 
 def test_64_bit_values_are_exact_and_jax_stays_as_it_was() -> None:
@@ -133,7 +135,7 @@ def test_seeds() -> None:
     ],
 )
 def test_bad_calls_raise_what_cpu_raises(call) -> None:
-    with pytest.raises(Exception) as wanted:  # noqa: PT011 - whatever CPU torch raises is the reference
+    with pytest.raises(Exception) as wanted:  # whatever CPU torch raises is the reference
         call("cpu")
     with pytest.raises(type(wanted.value)) as got:
         call("jax")

@@ -85,8 +85,9 @@ def test_two_threads_in_two_environments() -> None:
 
     def work(number: int) -> None:
         environment = torchax_core.Environment()
-        with environment, environment.override_op_definition(
-            "aten::sin", lambda self: self * 0 + number, is_jax_function=True
+        with (
+            environment,
+            environment.override_op_definition("aten::sin", lambda self: self * 0 + number, is_jax_function=True),
         ):
             barrier.wait()
             x = torch.ones(1, device="jax", requires_grad=True)

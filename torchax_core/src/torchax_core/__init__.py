@@ -1,7 +1,7 @@
 """torchax: PyTorch programs on JAX/XLA. Importing this makes "jax" a torch device; how ops run comes from packs.
 
-    import torch, torchax_core
-    x = torch.randn(3, 4, device="jax")
+import torch, torchax_core
+x = torch.randn(3, 4, device="jax")
 """
 
 from torchax_core import errors

@@ -208,9 +208,7 @@ def _same_kind(op: str, self: Tensor, source: torch.Tensor) -> None:
             f"Attempted to {op} a tensor on device {self.device} to one on {source.device}; move it first, with `.to('jax')`."
         )
     if source.dtype != self.dtype:
-        raise RuntimeError(
-            f"Could not {op} tensor of type {source.dtype} to a tensor of type {self.dtype}"
-        )
+        raise RuntimeError(f"Could not {op} tensor of type {source.dtype} to a tensor of type {self.dtype}")
 
 
 # -- moving --------------------------------------------------------------------------------------
@@ -240,7 +238,9 @@ def to_copy(environment: Any, func: Any) -> Any:
 
     def run(self: torch.Tensor, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
         nonlocal kernel
-        kwargs = {k: v for k, v in kwargs.items() if v is not None and k not in ("pin_memory", "non_blocking", "layout")}
+        kwargs = {
+            k: v for k, v in kwargs.items() if v is not None and k not in ("pin_memory", "non_blocking", "layout")
+        }
         if not isinstance(self, Tensor):
             return from_cpu(self.to("cpu", **kwargs))
         if device is None or torch.device(device).type == self.device.type:

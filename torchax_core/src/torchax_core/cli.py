@@ -95,9 +95,9 @@ def packs(as_json: JsonOption = False) -> None:
         shown = Table("pack", "distribution", "serves", "definitions")
         for row, pack in zip(rows, table.packs, strict=True):
             counts = [(len(pack.ops), "ops"), (len(pack.functions), "functions")]
-            serves = [*pack.namespaces, *(f"{count} {what}" for count, what in counts if count)]
+            summary = [*pack.namespaces, *(f"{count} {what}" for count, what in counts if count)]
             state = "[red]broken, left out" if row["error"] else str(row["definitions"])
-            shown.add_row(pack.name, pack.distribution, ", ".join(serves), state)
+            shown.add_row(pack.name, pack.distribution, ", ".join(summary), state)
         Console().print(shown)
         for row in broken:
             _print(f"\n{row['error']}")

@@ -41,7 +41,9 @@ class Config:
         for field in ("packs", "blocked_packs", "pack_order"):
             value = getattr(self, field)
             if isinstance(value, str):
-                raise ConfigError(f"Config.{field} takes a tuple of names, but is the string {value!r}: write ({value!r},).")
+                raise ConfigError(
+                    f"Config.{field} takes a tuple of names, but is the string {value!r}: write ({value!r},)."
+                )
             if value is not None:
                 setattr(self, field, tuple(value))
 

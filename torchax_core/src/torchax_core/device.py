@@ -54,7 +54,9 @@ class _DeviceModule(types.ModuleType):
         """Only device 0 exists; anything else raises RuntimeError."""
         index = torch.device(device).index if not isinstance(device, int) else device
         if index not in (None, 0):
-            raise RuntimeError(f"there is one device 'jax:0', but {device!r} was asked for; placement is by jax sharding.")
+            raise RuntimeError(
+                f"there is one device 'jax:0', but {device!r} was asked for; placement is by jax sharding."
+            )
 
     def get_device_name(self, device: Any = None) -> str:
         """The kind of chip JAX drives ("TPU v5e", "NVIDIA H100", "cpu")."""

@@ -76,4 +76,3 @@ def torch_dtype(dtype: Any) -> torch.dtype:
             f"jax dtype {dtype} has no torch counterpart. torch has: {', '.join(str(d) for d in _TO_TORCH)}. "
             f"Convert first, with `array.astype(dtype)`{' (for keys: jax.random.key_data)' if 'key' in str(dtype) else ''}."
         ) from None
-

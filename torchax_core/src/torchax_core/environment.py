@@ -260,9 +260,11 @@ class Environment:
             func = getattr(func, func.overloads()[0])
         if func is None or not hasattr(func, "_schema"):
             name = op if isinstance(op, str) else functions.function_name(op)
-            chain = functions.chain(self, name)
-            if chain or func is not None:
-                return Explanation(name, "a torch function", tuple(Source(level, str(d.origin), d) for level, d in chain))
+            found = functions.chain(self, name)
+            if found or func is not None:
+                return Explanation(
+                    name, "a torch function", tuple(Source(level, str(d.origin), d) for level, d in found)
+                )
             raise OpNameError(unknown_op(op))
         chain = [
             Source("override", str(o.definition.origin), o.definition, via=op_name(v.twin) if v else None)
@@ -417,9 +419,10 @@ def _override_kernel(func: Any, definition: Definition, variant: Any) -> Any:
     if definition.data_dependent is not None:
         return DataDependentKernel(func, definition)
     if func._schema.is_mutable:
+        twin = variant_of(func)
         raise OpNameError(
             f"{op_name(func)} writes into its arguments, which a JAX function cannot. Override its functional form "
-            f"({op_name(variant_of(func).twin) if variant_of(func) else 'none exists'}); the writing forms follow from it."
+            f"({op_name(twin.twin) if twin is not None else 'none exists'}); the writing forms follow from it."
         )
     return LoweringKernel(func, definition)
 

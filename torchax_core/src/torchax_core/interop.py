@@ -1,9 +1,9 @@
 """Between torch tensors and jax arrays, and between torch code and jax functions.
 
-    tensor(array)      a Tensor over a jax array              t.jax()              the array of a Tensor
-    torch_view(tree)   arrays in a pytree as Tensors          jax_view(tree)       Tensors in a pytree as arrays
-    call_jax(f, ...)   a jax function on Tensors, with        call_torch(f, ...)   torch code on arrays
-                       gradients by jax.vjp
+tensor(array)      a Tensor over a jax array              t.jax()              the array of a Tensor
+torch_view(tree)   arrays in a pytree as Tensors          jax_view(tree)       Tensors in a pytree as arrays
+call_jax(f, ...)   a jax function on Tensors, with        call_torch(f, ...)   torch code on arrays
+                   gradients by jax.vjp
 """
 
 from __future__ import annotations

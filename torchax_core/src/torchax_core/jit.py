@@ -64,7 +64,7 @@ class JittedFunction:
         functools.update_wrapper(self, fn, updated=())
         self.fn = fn
         self.donate = donate
-        self.name = name or getattr(fn, "__qualname__", type(fn).__name__)
+        self.name: str = name or getattr(fn, "__qualname__", None) or type(fn).__name__
         self.compilations: list[Compilation] = []
         self._programs: dict[Any, list[_Program]] = {}
         self._last_key: Any = None
@@ -141,9 +141,7 @@ class JittedFunction:
         known = [p for found in self._programs.values() for p in found]
         program.finish(known)
         seconds = time.perf_counter() - start
-        done = Compilation(
-            len(self.compilations) + 1, reason, seconds, len(program.captured), len(program.writes)
-        )
+        done = Compilation(len(self.compilations) + 1, reason, seconds, len(program.captured), len(program.writes))
         self.compilations.append(done)
         if log.recompiles:
             log.logger.info("jit %s: traced %s", self.name, done)
@@ -197,6 +195,7 @@ class _Program:
         self.grad_sets: list[tuple[Tensor, Any, int, Aval]] = []
         self.born: list[tuple[weakref.ref[Storage], int]] = []
         self.differentiable: DifferentiableProgram | None = None
+        self.compiled: Any = None
         self._trace(leaves)
 
     # -- tracing ---------------------------------------------------------------------------------
@@ -346,7 +345,14 @@ class _Program:
 
     def _module_guards(self, trace: Trace) -> None:
         self.modules: list[tuple[Any, bool, Any, list[int], Any, list[int]]] = [
-            (m, m.training, m._parameters, list(map(id, m._parameters.values())), m._buffers, list(map(id, m._buffers.values())))
+            (
+                m,
+                m.training,
+                m._parameters,
+                list(map(id, m._parameters.values())),
+                m._buffers,
+                list(map(id, m._buffers.values())),
+            )
             for m in trace.modules.values()
         ]
 
@@ -367,7 +373,11 @@ class _Program:
             self.differentiable = DifferentiableProgram(run)
         self.text = str(self.jaxpr)
         for program in known:
-            if program.text == self.text and program.donated == self.donated and _equal(program.jaxpr.consts, self.jaxpr.consts):
+            if (
+                program.text == self.text
+                and program.donated == self.donated
+                and _equal(program.jaxpr.consts, self.jaxpr.consts)
+            ):
                 self.compiled = program.compiled
                 return
         numbers = tuple(first + i for i, give in enumerate(self.donated) if give)
@@ -414,7 +424,11 @@ class _Program:
                 leaves[target]._write(outputs[at])
         self._put(leaves, outputs)
         results = [
-            r if r.__class__ is not _Result else outputs[r.index] if r.aval is None else make_tensor(outputs[r.index], r.aval)
+            r
+            if r.__class__ is not _Result
+            else outputs[r.index]
+            if r.aval is None
+            else make_tensor(outputs[r.index], r.aval)
             for r in self.results
         ]
         return pytree.tree_unflatten(results, self.result_spec)
@@ -548,4 +562,3 @@ def _equal(some: list[Any], others: list[Any]) -> bool:
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(tensor._aval.meta()).stride())
-

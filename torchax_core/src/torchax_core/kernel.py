@@ -40,7 +40,15 @@ from torchax_core.tensor import Aval, Tensor, active, contiguous_stride, make_te
 from torchax_core.variants import Variant, op_name
 from torchax_core.view import ROOT, Path, View, make_view
 
-__all__ = ["CaseKernel", "DataDependentKernel", "DirectKernel", "LoweringKernel", "ViewKernel", "WritingKernel", "arrays_of"]
+__all__ = [
+    "CaseKernel",
+    "DataDependentKernel",
+    "DirectKernel",
+    "LoweringKernel",
+    "ViewKernel",
+    "WritingKernel",
+    "arrays_of",
+]
 
 # What the schema says of an argument, as far as a call needs to know.
 _TENSOR, _TENSORS, _SCALAR, _STATIC, _GENERATOR = "tensor", "tensors", "scalar", "static", "generator"
@@ -48,7 +56,16 @@ _TENSOR, _TENSORS, _SCALAR, _STATIC, _GENERATOR = "tensor", "tensors", "scalar",
 _WIDE = frozenset({torch.float64, torch.int64, torch.complex128, torch.uint64})
 _PLAIN_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INTEGERS_ONLY = frozenset(
-    {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "gcd", "lcm", "bitwise_left_shift", "bitwise_right_shift"}
+    {
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "bitwise_not",
+        "gcd",
+        "lcm",
+        "bitwise_left_shift",
+        "bitwise_right_shift",
+    }
     | {"__and__", "__or__", "__xor__", "__lshift__", "__rshift__"}
 )
 _CPU_INDICES = frozenset({"index", "index_put", "_unsafe_index", "_unsafe_index_put", "_index_put_impl"})
@@ -97,7 +114,7 @@ class _Slot:
     def array(self, arrays: Sequence[Any]) -> Any:
         value = arrays[self.index]
         if self.path is not None:
-            value = self.path.read_inline(value, arrays[self.index + 1 : self.index + 1 + self.offsets])
+            value = self.path.read_inline(value, tuple(arrays[self.index + 1 : self.index + 1 + self.offsets]))
         return value if self.dtype is None else _to_dtype(value, self.dtype)
 
 
@@ -122,7 +139,7 @@ class _Entry:
         self.run = self.compiled = jax.jit(body, inline=True)
         self.avals = avals  # an Aval, None, or a list of avals, per result of the op
         self.structure = structure
-        self.single: Aval | None = avals[0] if len(avals) == 1 and isinstance(avals[0], Aval) else None
+        self.single: Any = avals[0] if len(avals) == 1 and isinstance(avals[0], Aval) else None
         self.grads: dict[Any, Any] = {}
 
     def for_wide(self) -> _Entry:
@@ -265,7 +282,9 @@ class LoweringKernel:
             arrays.append(a._array())
             return
         if not (a.device.type == "cpu" and (a.dim() == 0 or self.takes_cpu(a))):
-            name = next((x.name for x, k in zip(self.arguments, self.kinds, strict=True) if k in (_TENSOR, _TENSORS)), "?")
+            name = next(
+                (x.name for x, k in zip(self.arguments, self.kinds, strict=True) if k in (_TENSOR, _TENSORS)), "?"
+            )
             names = [x.name for x in self.arguments]
             name = names[len(arrays)] if len(arrays) < len(names) else name
             raise RuntimeError(
@@ -470,7 +489,7 @@ class LoweringKernel:
         # without promotion the tensors stay as they are, and scalars come in the type the tensors compute in
         tensors = [m.dtype for m in _leaves(list(metas.values())) if isinstance(m, torch.Tensor)]
         return {
-            n: _cast(v, dtype) if kinds[n] is _SCALAR and (dtype := _scalar_dtype(tensors, metas.get(n))) else v
+            n: _cast(v, own) if kinds[n] is _SCALAR and (own := _scalar_dtype(tensors, metas.get(n))) else v
             for n, v in template.items()
         }
 
@@ -987,7 +1006,14 @@ def become(target: Tensor, source: Tensor) -> None:
 
 
 def _type_name(dtype: torch.dtype) -> str:
-    names = {"float32": "Float", "float64": "Double", "float16": "Half", "int64": "Long", "int32": "Int", "int16": "Short"}
+    names = {
+        "float32": "Float",
+        "float64": "Double",
+        "float16": "Half",
+        "int64": "Long",
+        "int32": "Int",
+        "int16": "Short",
+    }
     names |= {"int8": "Char", "uint8": "Byte", "bool": "Bool", "bfloat16": "BFloat16"}
     names |= {"complex64": "ComplexFloat", "complex128": "ComplexDouble"}
     plain = str(dtype).removeprefix("torch.")

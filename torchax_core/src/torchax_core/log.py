@@ -1,7 +1,7 @@
 """`TORCHAX_LOG=recompiles,ops`: one line per compiled signature or step, and one per op run, on the "torchax" logger.
 
-    recompiles: what was compiled, and why: a new op signature, or which guard of a jitted function failed
-    ops:        `aten::add.Tensor(float32[2,3], float32[3])  12.3 us`
+recompiles: what was compiled, and why: a new op signature, or which guard of a jitted function failed
+ops:        `aten::add.Tensor(float32[2,3], float32[3])  12.3 us`
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ NO_META = object()
 
 def run_on_meta(func: Any, arguments: Sequence[Any], metas: dict[str, Any]) -> Any:
     """Call `func` on meta tensors: raises what torch raises for a bad call; NO_META without a meta kernel."""
-    positional, keywords = [], {}
+    positional: list[Any] = []
+    keywords: dict[str, Any] = {}
     for argument in arguments:
         if argument.name in metas:
             if argument.kwarg_only or keywords:

@@ -229,7 +229,9 @@ class OpSet:
         See :class:`DataDependentCase`. Raises OpNameError if the set has no such op.
         """
         if op not in self._definitions:
-            raise OpNameError(f"{self.name}: data_dependent_case({op!r}) must follow the lowering of {op!r} in the same set.")
+            raise OpNameError(
+                f"{self.name}: data_dependent_case({op!r}) must follow the lowering of {op!r} in the same set."
+            )
 
         def register(body: F) -> F:
             self._definitions[op].case = DataDependentCase(when, body, instead)
@@ -318,4 +320,3 @@ class OpSet:
             frame = frame.f_back if frame is not None else None
         file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
         return Origin(self.name.partition(".")[0], self.name, file, line)
-

@@ -110,8 +110,12 @@ def _make_state(optimizer: Optimizer, trace: Any) -> None:
 def _guard_settings(trace: Any, optimizer: Optimizer, number: int, group: dict[str, Any]) -> None:
     def settings() -> tuple[Any, ...]:
         values: list[Any] = [len(group["params"])]
-        values += [v for k, v in group.items() if k not in ("params", "lr", "initial_lr") and not isinstance(v, torch.Tensor)]
-        values.append(sum(map(len, optimizer.state.values())))  # state that the first step makes is an input of the second
+        values += [
+            v for k, v in group.items() if k not in ("params", "lr", "initial_lr") and not isinstance(v, torch.Tensor)
+        ]
+        values.append(
+            sum(map(len, optimizer.state.values()))
+        )  # state that the first step makes is an input of the second
         return tuple(values)
 
     name = f"settings of {type(optimizer).__name__}.param_groups[{number}]"

@@ -168,7 +168,9 @@ class PackHost:
                 for definition in op_set:
                     earlier = definitions.setdefault(definition.op, definition)
                     if earlier is not definition:
-                        raise PackError(f"{definition.op} is defined twice: by {earlier.origin} and {definition.origin}.")
+                        raise PackError(
+                            f"{definition.op} is defined twice: by {earlier.origin} and {definition.origin}."
+                        )
                     check_signature(definition)
         except Exception as error:
             self._leave_out(pack, pack.module, error, config)

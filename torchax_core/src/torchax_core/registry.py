@@ -173,9 +173,13 @@ class OpTable:
             if namespace in usual:
                 lines.append(f"No installed pack serves the namespace {namespace!r}: `pip install {usual[namespace]}`.")
             else:
-                lines.append(f"No installed pack serves the namespace {namespace!r}; one can be written (docs/packs.md).")
+                lines.append(
+                    f"No installed pack serves the namespace {namespace!r}; one can be written (docs/packs.md)."
+                )
         if "sparse" in name or "quantize" in name or "nested" in name:
-            lines.append("Tensors on device 'jax' are dense; make it dense first, with `.to_dense()` (or `.dequantize()`).")
+            lines.append(
+                "Tensors on device 'jax' are dense; make it dense first, with `.to_dense()` (or `.dequantize()`)."
+            )
         parameters = ", ".join(a.name for a in func._schema.arguments if not a.is_out)
         lines.append("Define it yourself:")
         lines.append(f"    def my_{func._schema.name.partition('::')[2]}({parameters}):")
@@ -286,7 +290,9 @@ def _find_torch_definition(func: Any) -> tuple[str, Definition] | None:
         return None
     composite = _composite_call(func)
     if composite is not None:
-        return "torch composite", Definition(name, "decomposition", composite, Origin("torch", "C++ composite", "torch", 0))
+        return "torch composite", Definition(
+            name, "decomposition", composite, Origin("torch", "C++ composite", "torch", 0)
+        )
     return None
 
 
@@ -356,8 +362,6 @@ def _cpu_call(func: Any) -> Callable[..., Any]:
             for ours, copy in copies:
                 ours.copy_(copy)
         back = {id(copy): ours for ours, copy in copies}
-        return pytree.tree_map(
-            lambda v: back.get(id(v), v.to("jax")) if isinstance(v, torch.Tensor) else v, out
-        )
+        return pytree.tree_map(lambda v: back.get(id(v), v.to("jax")) if isinstance(v, torch.Tensor) else v, out)
 
     return run

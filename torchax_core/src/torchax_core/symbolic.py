@@ -64,7 +64,7 @@ class _Node:
 
     _graph_repr = str
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: Any) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise DataDependentError(
@@ -98,7 +98,7 @@ def control_flow_error(what: str, array: Any) -> DataDependentError:
 
     here = next(
         (
-            f' at {frame.filename}:{frame.lineno} (`{frame.line}`)'
+            f" at {frame.filename}:{frame.lineno} (`{frame.line}`)"
             for frame in reversed(traceback.extract_stack())
             if not any(part in frame.filename for part in ("/torchax_core/", "/torch/", "/jax/", "/jaxlib/"))
         ),

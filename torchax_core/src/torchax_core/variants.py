@@ -113,4 +113,6 @@ def _fits(schema: Any, inputs: list[tuple[str, str]], returns: list[str]) -> boo
         return True
     # factories and *_like take dtype, layout, device besides: they come from the out tensor
     extra = {"dtype", "layout", "device", "pin_memory", "memory_format"}
-    return [m for m in mine if m[0] not in extra] == [i for i in inputs if i[0] not in extra] and len(mine) >= len(inputs)
+    return [m for m in mine if m[0] not in extra] == [i for i in inputs if i[0] not in extra] and len(mine) >= len(
+        inputs
+    )

@@ -213,4 +213,3 @@ def _positions(size: tuple[int, ...], stride: tuple[int, ...], offset: Any) -> j
     for n, step in zip(size, stride, strict=True):
         positions = positions[..., None] + jnp.arange(n) * step
     return positions
-

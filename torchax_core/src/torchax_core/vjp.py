@@ -36,7 +36,9 @@ class DifferentiableProgram:
     wrap: makes the Tensor of each result.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, jit: bool = True, wrap: Callable[[int, Any], Any] | None = None) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], *, jit: bool = True, wrap: Callable[[int, Any], Any] | None = None
+    ) -> None:
         self.fn = fn
         self.jit = jit
         self.wrap = wrap or (lambda index, array: wrap_array(array))
@@ -98,9 +100,7 @@ class DifferentiableProgram:
 def _full_cotangents(results: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
     """Cotangents for all results: the given ones for the inexact, float0 zeros for the rest."""
     left = iter(given)
-    return tuple(
-        next(left) if _is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0) for r in results
-    )
+    return tuple(next(left) if _is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0) for r in results)
 
 
 class _Call(torch.autograd.Function):
@@ -116,17 +116,17 @@ class _Call(torch.autograd.Function):
         wrapped = tuple(program.wrap(i, r) for i, r in enumerate(results))
         if active.trace is not None:
             active.trace.note(wrapped)
-        ctx.mark_non_differentiable(
-            *[w for w, r in zip(wrapped, results, strict=True) if not _is_inexact(r)]
-        )
+        ctx.mark_non_differentiable(*[w for w, r in zip(wrapped, results, strict=True) if not _is_inexact(r)])
         return wrapped
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         tensors = ctx.saved_tensors  # raises torch's own error if one was written to meanwhile
         inexact = [i for i, (_, dtype) in enumerate(ctx.shapes) if jnp.issubdtype(dtype, jnp.inexact)]
-        if torch.is_grad_enabled() and any(c is not None and c.requires_grad for c in cotangents) or (
-            torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if (
+            torch.is_grad_enabled()
+            and any(c is not None and c.requires_grad for c in cotangents)
+            or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
         ):
             return (None, None, None, *_second_order(ctx, tensors, cotangents, inexact))
         _, backward = ctx.program.made_for(ctx.wanted)

@@ -119,7 +119,7 @@ def _is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.complexfloating))
 
 
-def _arange_length(start: Number, end: Number, step: Number) -> int:
+def _arange_length(start: Any, end: Any, step: Any) -> int:
     """How many steps fit into [start, end): exact in integers if all are whole, else by float64 as in torch."""
     if all(isinstance(value, int) for value in (start, end, step)):
         return max(0, -((start - end) // step))

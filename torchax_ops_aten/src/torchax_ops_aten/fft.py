@@ -4,6 +4,7 @@ spectrum), and back. `normalization` is 0 for no factor, 1 for 1/sqrt(n), 2 for 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -39,7 +40,7 @@ def _complex_transform(x: jax.Array, dims: Sequence[int], forward: bool) -> jax.
     for start in range(0, len(dims), _MOST_AXES):
         axes = dims[start : start + _MOST_AXES]
         lengths = tuple(x.shape[axis] for axis in axes)
-        x = _over_last(lambda a, lengths=lengths: lax.fft(a, kind, lengths), x, axes)
+        x = _over_last(functools.partial(lax.fft, fft_type=kind, fft_lengths=lengths), x, axes)
     return x
 
 

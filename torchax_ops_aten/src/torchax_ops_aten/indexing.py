@@ -168,8 +168,8 @@ def index_with_mask(self, indices):
         else:
             positions.append(index)
     if _on_host(self):
-        at = tuple(slice(None) if index is None else np.asarray(index) for index in positions)
-        return jax.device_put(np.asarray(self)[at], self.sharding)
+        places = tuple(slice(None) if index is None else np.asarray(index) for index in positions)
+        return jax.device_put(np.asarray(self)[places], self.sharding)
     if len(indices) != 1:
         return index_tensor(self, [index if index is None else jnp.asarray(index) for index in positions])
     count = len(positions[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ _AS_GIVEN = SAME.of("-")
 lift int tensors to float, and 1 - beta2 keeps its digits."""
 
 Elementwise = Callable[..., jax.Array]
-Scalar = jax.Array | bool | int | float | complex
+Scalar: TypeAlias = Any
+"""A jax array or a Python number: what stands for a schema Scalar."""
 
 
 # -- promotion of one element of the lists -----------------------------------------------------------------------------

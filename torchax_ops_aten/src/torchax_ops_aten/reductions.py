@@ -572,6 +572,7 @@ def _segments(
         ends = jnp.cumsum(lengths, axis=axis)
     else:
         ends, lengths = lax.slice_in_dim(offsets, 1, None, axis=axis), jnp.diff(offsets, axis=axis)
+    assert lengths is not None  # torch asks for one of the two
     count = lengths.shape[axis]
     flat_ends = ends.reshape(-1, count)
     ids = jax.vmap(lambda end: jnp.searchsorted(end, jnp.arange(n), side="right"))(flat_ends)

@@ -292,7 +292,7 @@ def _reinterpret(array: jax.Array, dtype: np.dtype) -> jax.Array:
         return view_as_complex(parts.reshape((*parts.shape[:-1], -1, 2)))
     if array.dtype == bool:
         array = array.astype(jnp.uint8)
-    if dtype == bool:
+    if dtype == np.bool_:
         return _reinterpret(array, np.dtype(np.uint8)) != 0
     if array.dtype == dtype:
         return array
