@@ -22,9 +22,8 @@ def detector():
 
 @pytest.mark.slow
 def test_faster_rcnn_finds_the_same_boxes():
-    model = (
-        detector().double().eval()
-    )  # untrained, it scores all boxes nearly alike: in float32 their order is rounding
+    # untrained, it scores all boxes nearly alike: in float32 their order is a matter of rounding
+    model = detector().double().eval()
     images = [sample(size, torch.float64, low=0, high=1) for size in ((3, 120, 160), (3, 140, 100))]
     with torch.no_grad():
         expected = model(images)

@@ -85,7 +85,7 @@ def _rsqrt(x: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(x) if jnp.isrealobj(x) else 1 / jnp.sqrt(x)
 
 
-def _pow(base: jax.Array, exponent: jax.Array | complex) -> jax.Array:
+def _pow(base: jax.Array, exponent: Any) -> jax.Array:
     """`base ** exponent`; integers to a negative power are 0, except for bases 1 and -1."""
     if not jnp.issubdtype(base.dtype, jnp.signedinteger):
         return jnp.power(base, exponent)

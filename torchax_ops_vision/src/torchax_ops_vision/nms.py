@@ -62,7 +62,8 @@ def nms_padded(
     iou_threshold: a Python float.
     max_output:    how many boxes to return, a Python int; more than that are dropped, the worst scores first.
     classes:       (n,) ints, or None; boxes of different classes do not suppress each other (`batched_nms`).
-    returns:       (max_output,) indices, the kept boxes by falling score, then -1; and how many of them are boxes, ().
+    returns:       (max_output,) indices, the kept boxes by falling score, then -1; and how many of them are boxes, ();
+                   both int32, or int64 under jax.enable_x64.
     """
     _check(dets, scores)
     boxes, values = opmath(dets), opmath(scores)
