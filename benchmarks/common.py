@@ -84,7 +84,7 @@ def interleave(
     try:
         for index in range(rounds):
             # Turn the order around every other round, so that nobody always follows the same neighbour.
-            for name in list(contenders) if index % 2 == 0 else list(reversed(contenders)):
+            for name in list(contenders) if index % 2 == 0 else list(contenders)[::-1]:
                 call = contenders[name]()
                 result = None
                 start = time.perf_counter()

@@ -10,7 +10,6 @@ number of instructions in the programs that XLA made of them.
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -33,6 +32,7 @@ from common import (
 from models import GPTConfig, array, gpt_jax, gpt_params, int32, make_gpt, make_resnet, resnet_jax, resnet_params
 
 import torchax_core
+from torchax_core.jit import JittedFunction
 
 STEADY_LIMIT, FIRST_CALL_LIMIT = 1.05, 1.3
 
@@ -47,7 +47,7 @@ def inputs_of(model: str) -> tuple[torch.nn.Module, torch.Tensor]:
     return make_resnet()
 
 
-def ours(model: str) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+def ours(model: str) -> tuple[JittedFunction, torch.Tensor]:
     """The jitted torch forward and its input, on device "jax"."""
     module, inputs = inputs_of(model)
     module = module.to("jax")
@@ -60,7 +60,7 @@ def ours(model: str) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
     return forward, inputs.to("jax")
 
 
-def theirs(model: str) -> tuple[Callable[..., jax.Array], tuple[Any, jax.Array]]:
+def theirs(model: str) -> tuple[Any, tuple[Any, jax.Array]]:
     """The hand-written JAX forward, jitted, and its parameters and input."""
     module, inputs = inputs_of(model)
     if model == "gpt":

@@ -12,7 +12,6 @@ so the first two calls differ and both may compile; the first three calls togeth
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -36,6 +35,7 @@ from common import (
 from models import GPTConfig, Params, gpt_loss, gpt_loss_jax, gpt_params, int32, make_gpt
 
 import torchax_core
+from torchax_core.jit import JittedFunction
 
 STEADY_LIMIT, FIRST_CALL_LIMIT = 1.05, 1.3
 
@@ -44,7 +44,7 @@ LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.01
 CONFIG = GPTConfig()
 
 
-def ours() -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+def ours() -> tuple[JittedFunction, torch.Tensor]:
     """The jitted torch step and its tokens, on device "jax"."""
     model, tokens = make_gpt(CONFIG)
     model = model.to("jax")
@@ -93,7 +93,7 @@ def measure(rounds: int) -> dict[str, float]:
     """Check that both follow the same losses; the times of a compiled step, and the size of the programs."""
     (step, tokens), by_hand = ours(), HandWritten()
     losses = [(step(tokens).item(), by_hand().item()) for _ in range(5)]
-    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-3)
+    np.testing.assert_allclose([a for a, _ in losses], [b for _, b in losses], rtol=1e-3)
     timings = interleave({"ours": lambda: lambda: step(tokens), "jax": lambda: by_hand}, rounds=rounds)
     return {
         "ours_ms": 1e3 * timings.median("ours"),

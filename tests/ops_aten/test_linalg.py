@@ -7,7 +7,6 @@ import torchax_core
 from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 REAL_AND_COMPLEX = pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-BATCHES = [(), (0,), (2,), (2, 1)]
 
 
 def matrix(*shape, dtype=torch.float64, seed=0):
@@ -37,10 +36,9 @@ def views_of(a):
 
 
 @REAL_AND_COMPLEX
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("size", [(3, 3), (4, 2), (2, 4), (0, 2)])
-def test_svd(size, batch, dtype):
-    a = matrix(*batch, *size, dtype=dtype)
+@pytest.mark.parametrize("shape", [(4, 2), (2, 2, 4), (0, 3, 3), (2, 0, 2)])
+def test_svd(shape, dtype):
+    a = matrix(*shape, dtype=dtype)
 
     def products(a):
         u, s, vh = torch.linalg.svd(a, full_matrices=False)
@@ -102,7 +100,7 @@ def test_polar_and_square_root(dtype):
 
 
 @REAL_AND_COMPLEX
-@pytest.mark.parametrize("size", [(3, 3), (4, 2), (2, 4), (0, 2)])
+@pytest.mark.parametrize("size", [(4, 2), (2, 4), (0, 2)])
 @pytest.mark.parametrize("mode", ["reduced", "complete", "r"])
 def test_qr(mode, size, dtype):
     a = matrix(2, *size, dtype=dtype)
@@ -129,7 +127,7 @@ def test_householder(size, dtype):
 @REAL_AND_COMPLEX
 @pytest.mark.parametrize("upper", [False, True])
 def test_cholesky(upper, dtype):
-    for batch in BATCHES:
+    for batch in [(), (0,), (2, 1)]:
         assert_matches_torch(torch.linalg.cholesky, positive(*batch, 3, 3, dtype=dtype), upper=upper)
     assert_matches_torch(torch.linalg.cholesky, positive(2, 3, 3, dtype=dtype), upper=upper, grad=True)
     assert_matches_torch(torch.linalg.cholesky, torch.zeros(2, 0, 0, dtype=dtype), upper=upper)
@@ -157,9 +155,10 @@ def test_cholesky_solve_and_inverse(upper, dtype):
 
 
 @REAL_AND_COMPLEX
-@pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("upper", [True, False])
-@pytest.mark.parametrize("unitriangular", [True, False])
+@pytest.mark.parametrize(
+    ("unitriangular", "upper", "left"),
+    [(False, False, True), (False, True, True), (True, True, False), (True, False, False)],
+)
 def test_solve_triangular(unitriangular, upper, left, dtype):
     a = well_conditioned(2, 3, 3, dtype=dtype)
     b = matrix(*((1, 3, 2) if left else (1, 2, 3)), dtype=dtype, seed=1)
@@ -230,7 +229,7 @@ def test_det_and_slogdet(dtype):
 
 
 @REAL_AND_COMPLEX
-@pytest.mark.parametrize("size", [(3, 3), (4, 2), (2, 4), (0, 2)])
+@pytest.mark.parametrize("size", [(4, 2), (2, 4), (0, 2)])
 def test_lu(size, dtype):
     a = matrix(2, *size, dtype=dtype)
     assert_matches_torch(torch.linalg.lu_factor_ex, a)
@@ -275,8 +274,8 @@ def test_ldl(as_hermitian, dtype):
 
 
 @REAL_AND_COMPLEX
-@pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])
-@pytest.mark.parametrize("size", [(5, 3), (3, 5), (3, 3)])
+@pytest.mark.parametrize("driver", [None, "gels", "gelsd", "gelss"])
+@pytest.mark.parametrize("size", [(5, 3), (3, 5)])
 def test_lstsq(size, driver, dtype):
     a, b = matrix(2, *size, dtype=dtype), matrix(2, size[0], 2, dtype=dtype, seed=1)
     assert_matches_torch(torch.linalg.lstsq, a, b, driver=driver, rtol=1e-6, atol=1e-8)
@@ -327,7 +326,7 @@ def test_cross(dtype):
 # -- distances ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 2.0, 3.0, float("inf")])
 def test_cdist(p):
     x, y = sample((2, 4, 3), torch.float64), sample((1, 5, 3), torch.float64, seed=1)
     assert_matches_torch(torch.cdist, x, y, p=p, grad=True)
@@ -342,7 +341,7 @@ def test_cdist_by_matmul():
     assert_matches_torch(torch.cdist, x, y, grad=True)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("p", [0.0, 1.5, 2.0, float("inf")])
 def test_pdist(p):
     assert_matches_torch(torch.pdist, sample((5, 3), torch.float64), p, grad=True)
     assert_matches_torch(torch.pdist, sample((1, 3), torch.float64), p)
