@@ -88,6 +88,8 @@ def _run_on_cpu(func: Any, positional: list[Any], keywords: dict[str, Any], erro
 
 def avals_of(outs: Any, count: int) -> list[Any]:
     """Avals of what an op returned on meta tensors: one per result, a list for a Tensor[]."""
+    if count == 0:
+        return []
     if count == 1:
         return [aval_of_meta(outs)]
     return [aval_of_meta(o) for o in outs]
