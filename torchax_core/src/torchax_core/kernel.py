@@ -336,7 +336,7 @@ class LoweringKernel:
         entry = _Entry(body, avals, _structure(self.schema), draws)
         tensors = [m.dtype for m in _leaves(list(metas.values())) if isinstance(m, torch.Tensor)]
         results = [a.dtype for a in _flat_avals(avals) if a is not None]
-        return entry.for_wide() if draws or any(d in _WIDE for d in tensors + results) else entry
+        return entry.for_wide() if draws or not tensors or any(d in _WIDE for d in tensors + results) else entry
 
     def _draws(self, bound: dict[str, Any], metas: dict[str, Any], arrays: list[Any]) -> bool:
         """Whether this call draws random numbers. A body whose key is optional (dropout_p = 0) is tried without one."""
