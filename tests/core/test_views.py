@@ -127,3 +127,10 @@ def test_masks_and_index_forms() -> None:
         x[..., -1] += 10
         x[[0]] *= 2
         assert x[None, :, [2, 0]].tolist() == [[[24, 0], [10, 3]]]
+
+
+def test_every_metadata_form_finds_its_view() -> None:
+    for device in ("cpu", "jax"):
+        x = torch.arange(6.0, device=device).reshape(1, 2, 3)
+        x.transpose_(1, 2).squeeze_(0).unsqueeze_(-1).squeeze_(dim=2)
+        assert x.shape == (3, 2) and x.tolist() == [[0, 3], [1, 4], [2, 5]]

@@ -26,7 +26,7 @@ from torchax_core.kernel import (
     become,
 )
 from torchax_core.opset import Definition, Origin, ViewDefinition
-from torchax_core.variants import Variant, find_op, op_name, variant_of
+from torchax_core.variants import Variant, op_name, variant_of
 
 __all__ = ["OpTable", "Source"]
 
@@ -229,12 +229,17 @@ def _make_kernel(func: Any, source: Source, variant: Variant | None) -> Any:
 
 def inplace_view_of(func: Any) -> Any:
     """The view op that an op like `t_` or `squeeze_` puts in its target's place; None for other ops."""
-    name = op_name(func)
-    base, _, overload = name.partition(".")
+    namespace, _, base = func._schema.name.partition("::")
     if torch.Tag.inplace_view not in func.tags or not base.endswith("_"):
         return None
-    view = find_op(base[:-1] + (f".{overload}" if overload else ""))
-    return view if view is not None and view._schema.returns[0].alias_info is not None else None
+    packet = getattr(getattr(torch.ops, namespace), base[:-1], None)
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
+    for overload in packet.overloads() if packet is not None else ():
+        view = getattr(packet, overload)
+        aliases = [r.alias_info for r in view._schema.returns]
+        if aliases and aliases[0] is not None and [(a.name, str(a.type)) for a in view._schema.arguments] == wanted:
+            return view
+    return None
 
 
 def _become_view(view: Any) -> Callable[..., Any]:
