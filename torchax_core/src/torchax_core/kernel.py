@@ -202,7 +202,12 @@ class LoweringKernel:
         results = entry.run(*arrays)
         aval = entry.single
         if aval is not None:
-            if not kwargs and not entry.draws and self.depends_on is None and all(a.__class__ is Tensor for a in args):
+            if (
+                not kwargs
+                and not entry.draws
+                and self.depends_on is None
+                and all(a.__class__ is Tensor and a._aval.dtype in _PLAIN_FLOATS for a in args)
+            ):
                 if len(args) == 1:
                     self._unary[args[0]._aval] = entry
                 elif len(args) == 2:
@@ -234,6 +239,7 @@ class LoweringKernel:
                     generator = a
                 else:
                     self._scan(a, kind, key, arrays)
+        key.append(torch.get_default_dtype())  # what factories make, and what ints become
         if self.depends_on is not None:
             key.append(self.depends_on())
         signature = tuple(key)
@@ -381,7 +387,7 @@ class LoweringKernel:
         ):
             return None
         tensors = [m for n, m in metas.items() if isinstance(m, torch.Tensor)]
-        if not tensors or any(
+        if len({t.dtype for t in tensors}) != 1 or any(
             t.dtype not in _PLAIN_FLOATS or t.stride() != contiguous_stride(tuple(t.shape)) for t in tensors
         ):
             return None
@@ -649,7 +655,7 @@ class WritingKernel(LoweringKernel):
             results = outs if isinstance(outs, (tuple, list)) else (outs,)
             kept = [r for r, name in zip(results, variant.returns, strict=True) if name is None]
             fresh = avals_of(kept if len(kept) != 1 else kept[0], len(kept))
-        elif outs is NO_META:
+        elif outs is NO_META or self._narrow_target(metas):
             twin_names = {a.name for a in variant.twin._schema.arguments}
             again = run_on_meta(
                 variant.twin, variant.twin._schema.arguments, {n: v for n, v in metas.items() if n in twin_names}
@@ -658,6 +664,7 @@ class WritingKernel(LoweringKernel):
                 if variant.fresh:
                     return None
             else:
+                # torch's own meta of a decomposed in-place op may let a float result into an int target
                 values = again if len(variant.twin._schema.returns) > 1 else (again,)
                 fresh = [aval_of_meta(value) for value in values[: variant.fresh]]
                 self._check_castable(values[variant.fresh :], metas)
@@ -667,6 +674,11 @@ class WritingKernel(LoweringKernel):
                 raise LoweringMismatchError(f"{self.name} changed the shape of `{name}`, which an in-place op cannot.")
             written.append(aval_of_meta(metas.get(name)))
         return [*fresh, *written]
+
+    def _narrow_target(self, metas: dict[str, Any]) -> bool:
+        """Whether a written argument has a dtype that a float result cannot be cast to."""
+        targets = [metas.get(name) for name in self.variant.written]  # type: ignore[union-attr]
+        return any(isinstance(t, torch.Tensor) and not (t.is_floating_point() or t.is_complex()) for t in targets)
 
     def _check_castable(self, values: Sequence[Any], metas: dict[str, Any]) -> None:
         for name, value in zip(self.variant.written, values, strict=True):  # type: ignore[union-attr]
