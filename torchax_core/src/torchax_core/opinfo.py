@@ -19,6 +19,7 @@ Exit code: 0, all cases passed or are known to fail; 1, some failed; 2, a wrong 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import fnmatch
 import itertools
@@ -232,11 +233,17 @@ def _samples(op: OpInfo, case: Case, max_samples: int) -> list[SampleInput]:
     torch.manual_seed(0)
     if case.mode == "errors":
         return [error.sample_input for error in op.error_inputs("cpu")]
-    samples = op.sample_inputs("cpu", _dtype(case.dtype), requires_grad=case.mode == "grad")
+    samples = _named_samples(op, case)
     seen = list(itertools.islice(samples, _SAMPLES_SEEN))
     if len(seen) <= max_samples:
         return seen
     return [seen[i * len(seen) // max_samples] for i in range(max_samples)]
+
+
+def _named_samples(op: OpInfo, case: Case) -> Iterator[SampleInput]:
+    for sample in op.sample_inputs("cpu", _dtype(case.dtype), requires_grad=case.mode == "grad"):
+        sample.name = op.name
+        yield sample
 
 
 def _call(
@@ -244,6 +251,10 @@ def _call(
 ) -> tuple[Any, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """`fn`'s result for a copy of the sample on `device`, and that copy (input, args, kwargs) afterwards."""
     arguments = testing.moved((sample.input, tuple(sample.args), dict(sample.kwargs)), device)
+    if sample.name == "tensor_split":  # its tensor of indices must be on the CPU, whatever the device
+        arguments = (arguments[0], tuple(sample.args), dict(sample.kwargs))
+    if sample.name == "to":
+        arguments = (arguments[0], tuple(device if x == "cpu" else x for x in arguments[1]), arguments[2])
     return fn(arguments[0], *arguments[1], **arguments[2], **more), arguments
 
 
@@ -290,17 +301,69 @@ def _check_forward(op: OpInfo, sample: SampleInput, strides: bool) -> None:
     expected, expected_arguments = _reference(op, sample)
     values = not _is_random(op, sample, expected)
     actual, arguments = _call(op, sample, testing.DEVICE)
-    on = _device_of(sample)
-    try:
-        testing.assert_same_result(actual, expected, values=values, strides=strides, on=on)
-    except AssertionError:
-        if not _GAUGE.search(op.full_name):
-            raise
-        testing.assert_same_result(actual, expected, values=False, strides=strides, on=on)
-        process = sample.output_process_fn_grad
-        testing.assert_same_result(process(actual), process(expected), on=on, what="invariant of")
+    _compare(op, op, sample, actual, expected, values=values, strides=strides)
     ours, theirs = _tensors(arguments), _tensors(expected_arguments)
     testing.assert_same_result(ours, theirs, values=values, on=None, what="arguments afterwards")
+
+
+def _compare(
+    op: OpInfo,
+    fn: Callable[..., Any],
+    sample: SampleInput,
+    actual: Any,
+    expected: Any,
+    *,
+    values: bool,
+    strides: bool,
+    what: str = "",
+) -> None:
+    """`actual` must be `expected`, up to what is not defined, or at least as close to the truth as CPU torch is."""
+    on = _device_of(sample)
+    try:
+        testing.assert_same_result(actual, expected, values=values, strides=strides, on=on, what=what)
+    except AssertionError:
+        testing.assert_same_result(actual, expected, values=False, strides=strides, on=on, what=what)
+        if _GAUGE.search(op.full_name):
+            process = sample.output_process_fn_grad
+            testing.assert_same_result(process(actual), process(expected), on=on, what=f"{what} invariant of")
+        elif not _as_good(fn, sample, actual, expected):
+            raise
+
+
+_WIDER = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
+_WIDER |= {torch.complex64: torch.complex128}
+
+
+def _as_good(fn: Callable[..., Any], sample: SampleInput, actual: Any, expected: Any) -> bool:
+    """Whether `actual` is at most twice as far as `expected` from what `fn` gives in double precision."""
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype in _WIDER:
+            return value.detach().to(_WIDER[value.dtype]).requires_grad_(value.requires_grad)
+        return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+    wide = copy.copy(sample)
+    wide.input, wide.args, wide.kwargs = pytree.tree_map(widened, (sample.input, sample.args, sample.kwargs))
+    try:
+        exact = _tensors(_call(fn, wide, "cpu")[0])
+    except Exception:
+        return False
+    ours, theirs = _tensors(actual), _tensors(expected)
+    if len(exact) != len(theirs) or not any(x.dtype in _WIDER for x in theirs):
+        return False
+    for mine, other, truth in zip(ours, theirs, exact, strict=True):
+        if other.dtype not in _WIDER or truth.shape != other.shape:
+            if not torch.equal(mine.detach().cpu(), other.detach()):
+                return False
+            continue
+        mine, other = (x.detach().cpu().to(truth.dtype) for x in (mine, other))
+        finite = truth.isfinite() & other.isfinite()
+        if not torch.equal(mine.isfinite() & finite, finite):
+            return False
+        error, allowed = (((x - truth).abs()[finite]).max().item() if finite.any() else 0.0 for x in (mine, other))
+        if error > 2 * allowed:
+            return False
+    return True
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -350,11 +413,7 @@ def _check_out(op: OpInfo, sample: SampleInput, strides: bool) -> None:
     values = not _is_random(op, sample, like)
     device = testing.DEVICE
     actual, _ = _call(call, sample, testing.DEVICE)
-    try:
-        testing.assert_same_result(actual, expected, values=values, strides=strides, on=testing.DEVICE)
-    except AssertionError:
-        if not _GAUGE.search(op.full_name):
-            raise
+    _compare(op, op, sample, actual, expected, values=values, strides=strides)
 
 
 def _check_view(op: OpInfo, sample: SampleInput, strides: bool) -> None:
@@ -368,10 +427,11 @@ def _check_view(op: OpInfo, sample: SampleInput, strides: bool) -> None:
     found = views(arguments[0], result)
     if not found:
         raise _NoSample
+    values = not _is_random(op, sample, result)
     actual, _ = _call(op, sample, testing.DEVICE)
     ours, theirs = pytree.tree_leaves(actual), pytree.tree_leaves(result)
     for i in found:
-        testing.assert_same_result(ours[i], theirs[i], strides=True, what="view")
+        testing.assert_same_result(ours[i], theirs[i], values=values, strides=True, what="view")
 
     def write_view(*args: Any, **kwargs: Any) -> Any:
         view = pytree.tree_leaves(op(*args, **kwargs))[found[0]]
@@ -383,7 +443,8 @@ def _check_view(op: OpInfo, sample: SampleInput, strides: bool) -> None:
         args[0].copy_(testing.sample(args[0].shape, args[0].dtype, seed=12))
         return view, args[0]
 
-    _same_or_same_error(op, write_view, sample, True, "after writing to the view")
+    if torch._debug_has_internal_overlap(theirs[found[0]]) != _TOO_HARD or not _overlaps(theirs[found[0]]):
+        _same_or_same_error(op, write_view, sample, True, "after writing to the view")
     _same_or_same_error(op, write_base, sample, True, "after writing to the base")
 
 
@@ -419,7 +480,7 @@ def _same_or_same_error(op: OpInfo, fn: Callable[..., Any], sample: SampleInput,
         with _another_seed():
             values = _equal(_call(fn, sample, "cpu")[0], expected) and not _UNINITIALIZED.search(op.full_name)
         actual, _ = _call(fn, sample, testing.DEVICE)
-        testing.assert_same_result(actual, expected, values=values, strides=strides, what=what)
+        _compare(op, fn, sample, actual, expected, values=values, strides=strides, what=what)
         return
     try:
         _call(fn, sample, testing.DEVICE)
@@ -428,6 +489,15 @@ def _same_or_same_error(op: OpInfo, fn: Callable[..., Any], sample: SampleInput,
             return
         raise
     raise AssertionError(f"raises nothing, but torch {type(expected_error).__name__}: {str(expected_error)[:200]}")
+
+
+_TOO_HARD = 2  # torch cannot tell whether elements of a tensor share memory, and lets it be written to in any order
+
+
+def _overlaps(view: torch.Tensor) -> bool:
+    reach = 1 + sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
+    positions = torch.arange(reach).as_strided(view.shape, view.stride())
+    return positions.unique().numel() < view.numel()
 
 
 def _aliases(part: Any, x: torch.Tensor) -> bool:

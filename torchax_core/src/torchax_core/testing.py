@@ -57,7 +57,8 @@ def sample(
 
 
 def moved(tree: Any, device: str | torch.device) -> Any:
-    """A copy of `tree` with all its tensors and modules on `device`, and whatever a dict calls "device" replaced.
+    """A copy of `tree` with all its tensors and modules on `device`, which also replaces torch.devices in it, and
+    whatever a dict calls "device".
 
     Nothing is shared with the original, yet what was one tensor twice in `tree` still is. Leaves stay leaves with their
     requires_grad; strides survive the way to the device (a transposed tensor arrives as a view).
@@ -71,6 +72,8 @@ def moved(tree: Any, device: str | torch.device) -> Any:
             return made[id(value)]
         if isinstance(value, torch.nn.Module):
             return copy.deepcopy(value).to(device)
+        if isinstance(value, torch.device):
+            return torch.device(device)
         if isinstance(value, dict):
             return type(value)((k, device if k == "device" and v is not None else move(v)) for k, v in value.items())
         if isinstance(value, tuple) and hasattr(value, "_fields"):
