@@ -14,6 +14,7 @@ inputs, storages it writes become outputs and take their new values after each c
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import gc
@@ -84,16 +85,19 @@ class JittedFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The program for these arguments as jax's Lowered: `.as_text()`, `.compile().cost_analysis()`. Runs nothing.
 
+        Raises RuntimeError if the function has not been called with such arguments yet: tracing it makes state
+        (optimizers', gradients) that has no values until the program has run.
         Source: https://docs.jax.dev/en/latest/aot.html
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        program = self._program(leaves, spec)
+        program = self._program(leaves, spec, trace=False)
         if program is None:
-            raise RuntimeError(f"jit({self.name}).lower was called inside a jax transformation; call it outside.")
+            raise RuntimeError(f"jit({self.name}).lower: call the function with such arguments first, then lower it.")
         return program.lower(leaves)
 
-    def _program(self, leaves: list[Any], spec: Any) -> _Program | None:
-        """The program for these arguments, traced if there is none yet; None if an argument is traced already."""
+    def _program(self, leaves: list[Any], spec: Any, *, trace: bool = True) -> _Program | None:
+        """The program for these arguments, traced if there is none yet; None if an argument is traced already, or if
+        there is none and `trace` is False."""
         environment = current_env()
         key: list[Any] = [spec, environment, environment.version, *_torch_state()]
         stores: dict[int, int] = {}
@@ -118,9 +122,11 @@ class JittedFunction:
         programs = self._programs.setdefault(signature, [])
         failed = ""
         for program in programs:
-            failed = program.failed_guard()
+            failed = program.failed_guard(leaves)
             if not failed:
                 return program
+        if not trace:
+            return None
         program = self._compile(signature, leaves, spec, environment, failed)
         programs.insert(0, program)
         return program
@@ -137,7 +143,7 @@ class JittedFunction:
         reason = failed or _difference(self._last_key, signature)
         self._last_key = signature
         start = time.perf_counter()
-        program = _Program(self, leaves, spec, environment)
+        program = _traced(self, leaves, spec, environment)
         known = [p for found in self._programs.values() for p in found]
         program.finish(known)
         seconds = time.perf_counter() - start
@@ -171,6 +177,21 @@ def compile(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
 # -- one program ---------------------------------------------------------------------------------
 
 
+def _traced(owner: JittedFunction, leaves: list[Any], spec: Any, environment: Any) -> _Program:
+    """A traced program. Arguments that turn out to be state as well, or views that share a storage with another argument,
+    have no input of their own: they are found, and it is traced again with them as state."""
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    shares = collections.Counter(id(t._store) for t in tensors.values())
+    views = {id(t._store) for t in tensors.values() if t.__class__ is not Tensor}
+    fixed = {i: t._store for i, t in tensors.items() if shares[id(t._store)] > 1 and id(t._store) in views}
+    while True:
+        program = _Program(owner, leaves, spec, environment, fixed)
+        found = program.also_state(leaves)
+        if not found:
+            return program
+        fixed = {**fixed, **found}
+
+
 class _Result:
     """In the structure of results: the place of an output of the program."""
 
@@ -184,7 +205,12 @@ class _Result:
 class _Program:
     """One traced and compiled function: its inputs, outputs and guards."""
 
-    def __init__(self, owner: JittedFunction, leaves: list[Any], spec: Any, environment: Any) -> None:
+    def __init__(
+        self, owner: JittedFunction, leaves: list[Any], spec: Any, environment: Any, fixed: dict[int, Storage]
+    ) -> None:
+        # Arguments that are state as well, because the function also meets their storage in some other way: the program is
+        # for these storages alone, which it captures like any other.
+        self.fixed = fixed
         self.owner = owner
         self.environment = environment
         self.spec = spec
@@ -201,7 +227,9 @@ class _Program:
     # -- tracing ---------------------------------------------------------------------------------
 
     def _trace(self, leaves: list[Any]) -> None:
-        self.argument_places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, jax.Array))]
+        self.argument_places = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, jax.Array)) and i not in self.fixed
+        ]
         arrays = [leaves[i]._array() if isinstance(leaves[i], Tensor) else leaves[i] for i in self.argument_places]
         random = self.environment.random
 
@@ -210,7 +238,7 @@ class _Program:
 
         jaxpr = jax.make_jaxpr(traced)(random.key, np.uint32(random.count & 0xFFFF_FFFF), *arrays)
         trace = self.trace
-        self.jaxpr = promote_placeholders(jaxpr, [*trace.lifted, *trace.host_inputs])
+        self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
         self.draws = trace.draws
         self.guards = trace.guards
         self._module_guards(trace)
@@ -218,29 +246,20 @@ class _Program:
     def _run_function(self, leaves: list[Any], key: Any, count: Any, tracers: Any) -> list[Any]:
         trace = self.trace = Trace(self.environment, key, count)
         inner = list(leaves)
+        stores: dict[int, Storage] = {}
         placeholders: dict[int, tuple[Storage, Any]] = {}
-        shared: dict[int, Any] = {}
         for place, tracer in zip(self.argument_places, tracers, strict=True):
             leaf = leaves[place]
             if not isinstance(leaf, Tensor):
                 inner[place] = tracer
                 continue
-            if leaf.__class__ is Tensor:
-                store = leaf._store
-                if id(store) in shared:
-                    tensor = share_tensor(shared[id(store)], leaf._aval)
-                else:
-                    shared[id(store)] = store
-                    trace.arguments[id(store)] = (store, store.array, store.version)
-                    store.write(tracer)
-                    placeholders[place] = (store, tracer)
-                    tensor = share_tensor(store, leaf._aval)
+            if id(leaf._store) in stores:  # two arguments over one storage stay two names for it
+                tensor = share_tensor(stores[id(leaf._store)], leaf._aval)
             else:
-                tensor = make_tensor(tracer, Aval.contiguous(tuple(leaf.shape), leaf.dtype))
+                tensor = make_tensor(tracer, leaf._aval)
+                stores[id(leaf._store)] = tensor._store
                 placeholders[place] = (tensor._store, tracer)
-            if leaf.requires_grad:
-                tensor.requires_grad_()
-            inner[place] = tensor
+            inner[place] = tensor.requires_grad_(leaf.requires_grad)
         before = (active.trace, active.kernels)
         active.trace = trace
         active.kernels = trace.kernels(self.environment)
@@ -256,19 +275,14 @@ class _Program:
                     for place in placeholders
                     if inner[place].is_leaf and inner[place].grad is not None
                 ]
-            outputs = self._collect(trace, result, placeholders, argument_grads)
-        except BaseException:
-            trace.restore()
-            trace.restore_grads()
-            raise
+            return self._collect(trace, result, placeholders, argument_grads)
         finally:
             hook.remove()
             for cleanup in trace.cleanups:
                 cleanup()
             active.trace, active.kernels = before
-            trace.restore_arguments()
-        trace.restore()
-        return outputs
+            trace.restore()
+            trace.restore_grads()
 
     def _collect(
         self, trace: Trace, result: list[Any], placeholders: dict[int, tuple[Storage, Any]], argument_grads: list[Any]
@@ -329,6 +343,7 @@ class _Program:
             if id(tensor) not in trace.reset_grads:
                 self.grad_none.append((tensor, initial is None))
         self.captured = [entry.store for entry in trace.lifted.values()]
+        self.captured_ids = frozenset(map(id, self.captured))
         self.tensors = [
             (tensor, store, tensor.requires_grad)
             for tensor, store in trace.tensors.values()
@@ -386,8 +401,21 @@ class _Program:
 
     # -- running ---------------------------------------------------------------------------------
 
-    def failed_guard(self) -> str:
-        """Empty if the program may run; else what changed since it was traced."""
+    def also_state(self, leaves: list[Any]) -> dict[int, Storage]:
+        """Arguments whose storage the function captures too, by place."""
+        return {
+            place: leaves[place]._store
+            for place in self.argument_places
+            if isinstance(leaves[place], Tensor) and id(leaves[place]._store) in self.captured_ids
+        }
+
+    def failed_guard(self, leaves: list[Any]) -> str:
+        """Empty if the program may run on these arguments; else what changed since it was traced."""
+        for place, store in self.fixed.items():
+            if leaves[place]._store is not store:
+                return f"argument {place} was also state of the function, and is another tensor now"
+        if self.also_state(leaves):
+            return f"argument(s) {', '.join(map(str, self.also_state(leaves)))} are also state of the function now"
         for tensor, store, requires_grad in self.tensors:
             if tensor._store is not store:
                 return f"a state tensor of shape {tuple(tensor.shape)} holds other storage than when traced"

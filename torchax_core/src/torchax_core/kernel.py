@@ -655,7 +655,7 @@ class WritingKernel(LoweringKernel):
             results = outs if isinstance(outs, (tuple, list)) else (outs,)
             kept = [r for r, name in zip(results, variant.returns, strict=True) if name is None]
             fresh = avals_of(kept if len(kept) != 1 else kept[0], len(kept))
-        elif outs is NO_META or self._narrow_target(metas):
+        elif outs is NO_META or (not variant.outs and self._narrow_target(metas)):
             twin_names = {a.name for a in variant.twin._schema.arguments}
             again = run_on_meta(
                 variant.twin, variant.twin._schema.arguments, {n: v for n, v in metas.items() if n in twin_names}
@@ -664,7 +664,8 @@ class WritingKernel(LoweringKernel):
                 if variant.fresh:
                     return None
             else:
-                # torch's own meta of a decomposed in-place op may let a float result into an int target
+                # torch's own meta of a decomposed in-place op may let a float result into an int target (an out= form has
+                # rules of its own: `sum` computes in the dtype of its out)
                 values = again if len(variant.twin._schema.returns) > 1 else (again,)
                 fresh = [aval_of_meta(value) for value in values[: variant.fresh]]
                 self._check_castable(values[variant.fresh :], metas)

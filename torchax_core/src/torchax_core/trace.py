@@ -87,7 +87,6 @@ class Trace:
         self.backward_ran = False
         self.draws = 0
         self.bound: dict[int, int] = {}
-        self.arguments: dict[int, tuple[Storage, Any, int]] = {}
         self._key, self._count = key, count
         self._born: list[weakref.ref[Storage]] = []
         self._born_ids: set[int] = set()
@@ -188,33 +187,24 @@ class Trace:
             entry.store.array = entry.array
             entry.store.version = entry.version
 
-    def restore_arguments(self) -> None:
-        """Put back the storages of arguments, which held tracers of the program's inputs."""
-        for store, array, version in self.arguments.values():
-            store.array = array
-            store.version = version
-
     def grad_was_used(self, tensor: Tensor) -> bool:
         """Whether a gradient was accumulated into `tensor.grad`, or it was read, before now."""
         known = self.grads.get(id(tensor))
         return known is not None and torch.Tensor.grad.__get__(tensor) is not known[1]  # type: ignore[attr-defined]
 
     def restore_grads(self) -> None:
-        """After a failed trace: put back `.grad` as it was."""
+        """Put back `.grad` as it was: what the program computes for it is set when the program has run."""
         for tensor, grad in self.grads.values():
             torch.Tensor.grad.__set__(tensor, grad)  # type: ignore[attr-defined]
 
 
-def promote_placeholders(closed: Any, extra: list[Any]) -> Any:
-    """The jaxpr with its placeholders turned into inputs, after its own, in the order they were bound.
-
-    extra: unused; kept in step with the number of placeholders for the check that none is lost.
-    """
+def promote_placeholders(closed: Any, count: int) -> Any:
+    """The jaxpr with its `count` placeholders turned into inputs, after its own, in the order they were bound."""
     jaxpr = closed.jaxpr
     placeholders = [e for e in jaxpr.eqns if e.primitive is _placeholder_p]
     placeholders.sort(key=lambda e: e.params["index"])
-    if len(placeholders) != len(extra):
-        raise RuntimeError(f"{len(extra)} state inputs were lifted, but the jaxpr holds {len(placeholders)}.")
+    if len(placeholders) != count:
+        raise RuntimeError(f"{count} state inputs were lifted, but the jaxpr holds {len(placeholders)}.")
     new = jaxpr.replace(
         invars=[*jaxpr.invars, *[e.outvars[0] for e in placeholders]],
         eqns=[e for e in jaxpr.eqns if e.primitive is not _placeholder_p],
