@@ -117,9 +117,9 @@ class JaxAttention:
     ) -> jax.Array:
         """(..., L, E), (..., S, E), (..., S, Ev) to (..., L, Ev). Declines what it does not know.
 
-        `dropout_p` is a traced number here, as every float is, so it cannot be asked about; the model below has none.
+        Floats such as `dropout_p` are Python values here, so it can be asked about.
         """
-        if enable_gqa:
+        if enable_gqa or dropout_p:
             return NotImplemented  # torch's own definition is asked next
         self.traces += 1
         scores = jnp.einsum("...le,...se->...ls", query, key)

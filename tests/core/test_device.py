@@ -180,3 +180,22 @@ def test_autocast() -> None:
     y.float().sum().backward()
     assert layer.weight.grad.dtype is torch.float32
     assert layer(x).dtype is torch.float32
+
+
+def test_numbers_that_are_equal_but_not_the_same() -> None:
+    for value in (-0.0, 0.0, float("nan"), complex(-1, -0.0), complex(-1, 0.0), True, 1, 1.0):
+        zero = torch.zeros(1, dtype=torch.complex64 if isinstance(value, complex) else torch.float32)
+        for wanted, got in ((torch.full_like(zero, value), torch.full_like(zero.to("jax"), value)),):
+            assert repr(wanted.item()) == repr(got.item())
+    assert torch.arange(0.0, 3.0, device="jax").dtype is torch.float32
+    assert torch.arange(0, 3, device="jax").dtype is torch.int64
+
+
+def test_wrong_device_names_the_argument() -> None:
+    x = torch.ones(2, device="jax")
+    with pytest.raises(RuntimeError, match="argument tensor2 in aten::addcmul"):
+        torch.addcmul(x, x, torch.ones(2), value=2)
+    with pytest.raises(RuntimeError, match="argument tensors in aten::cat"):
+        torch.cat([x, torch.ones(2)])
+    with pytest.raises(RuntimeError, match="argument self in aten::add_"):
+        torch.ones(()).add_(x[0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -148,3 +151,32 @@ def test_vmap_and_grad_pass_through() -> None:
     x = torch.arange(6.0, device="jax").reshape(3, 2)
     assert torch.func.vmap(torch.sum)(x).tolist() == [1, 5, 9]
     assert torch.func.grad(lambda a: (a**2).sum())(x).tolist() == (2 * x).tolist()
+
+
+def test_an_override_sees_floats_and_declines_by_them() -> None:
+    calls = []
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+        calls.append(dropout_p)
+        return NotImplemented if dropout_p > 0 else query * 7
+
+    q = torch.randn(1, 2, 4, 8, device="jax")
+    with ENV.override_op_definition("aten::scaled_dot_product_attention", attention, is_jax_function=True):
+        for _ in range(3):
+            assert torch.equal(F.scaled_dot_product_attention(q, q, q, None, 0.0).cpu(), (q * 7).cpu())
+            assert not torch.equal(F.scaled_dot_product_attention(q, q, q, None, 0.5).cpu(), (q * 7).cpu())
+    assert calls == [0.0, 0.5], "each signature is asked once"
+
+
+def test_log_of_ops() -> None:
+    code = "import torch, torchax_core; x = torch.ones(2, device='jax'); x + x; torch.nn.functional.linear(x[None], x[None])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TORCHAX_LOG": "ops"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "torchax: aten.add.Tensor(float32[2], float32[2]) -> float32[2]" in done.stderr
+    assert "aten.linear" in done.stderr

@@ -175,3 +175,68 @@ def test_lower_and_arguments() -> None:
     assert "stablehlo" in run.lower({"a": x}, True).as_text()
     with pytest.raises(TypeError, match="neither a tensor nor hashable"):
         run({"a": x}, bytearray(b"x"))
+
+
+def test_calls_do_not_reach_the_arguments_of_earlier_ones() -> None:
+    run = torchax_core.jit(lambda x: x.view(-1).detach() * 2)
+    first, second = torch.ones(2, device="jax"), torch.full((2,), 5.0, device="jax")
+    assert run(first).tolist() == [2, 2] and run(second).tolist() == [10, 10]
+    assert first.tolist() == [1, 1] and second.tolist() == [5, 5]
+
+
+def test_an_argument_that_is_state_too() -> None:
+    state = torch.ones(2, device="jax")
+
+    @torchax_core.jit
+    def step(x):
+        x.add_(1)
+        return x + state
+
+    other = torch.full((2,), 5.0, device="jax")
+    for _ in range(2):
+        before = state.tolist()[0]
+        assert step(state).tolist() == [2 * before + 2] * 2 and state.tolist() == [before + 1] * 2
+        assert step(other.clone()).tolist() == [6 + state.tolist()[0]] * 2
+    assert "also state of the function" in step.explain()
+
+
+def test_arguments_that_share_a_storage() -> None:
+    @torchax_core.jit
+    def step(x, y):
+        x.add_(1)
+        return y * 1
+
+    for _ in range(2):
+        x = torch.zeros(2, 2, device="jax")
+        assert step(x, x).tolist() == [[1, 1], [1, 1]]
+        assert step(x, x[0]).tolist() == [2, 2] and x.tolist() == [[2, 2], [2, 2]]
+        assert step(x[1], x).tolist() == [[2, 2], [3, 3]]
+        assert step(x, torch.zeros(2, device="jax")).tolist() == [0, 0]
+
+
+def test_tensors_kept_by_the_function_and_leaked_ones() -> None:
+    kept = {}
+
+    @torchax_core.jit
+    def step(x):
+        kept["x"] = x + 1
+        return x
+
+    assert step(torch.zeros(2, device="jax")).tolist() == [0, 0] and kept["x"].tolist() == [1, 1]
+    step(torch.ones(2, device="jax"))
+    assert kept["x"].tolist() == [2, 2]
+
+    leaked = []
+    jax.jit(lambda a: leaked.append(torchax_core.tensor(a)) or a)(jax.numpy.ones(2))
+    with pytest.raises(torchax_core.errors.LeakedTracerError, match="had ended"):
+        leaked[0] + 1
+
+
+def test_lower_wants_a_call_first() -> None:
+    weight = torch.ones(2, device="jax", requires_grad=True)
+    step = torchax_core.jit(lambda: (weight**2).sum().backward())
+    with pytest.raises(RuntimeError, match="call the function with such arguments first"):
+        step.lower()
+    assert weight.grad is None
+    step()
+    assert weight.grad.tolist() == [2, 2]

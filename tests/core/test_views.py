@@ -134,3 +134,30 @@ def test_every_metadata_form_finds_its_view() -> None:
         x = torch.arange(6.0, device=device).reshape(1, 2, 3)
         x.transpose_(1, 2).squeeze_(0).unsqueeze_(-1).squeeze_(dim=2)
         assert x.shape == (3, 2) and x.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_out_of_another_dtype_follows_torch() -> None:
+    def outs(device: str) -> list[object]:
+        x = torch.full((3,), 1.5, device=device)
+        integer = {"dtype": torch.int64, "device": device}
+        return [
+            torch.sum(x, 0, out=torch.empty((), **integer)).tolist(),
+            torch.prod(x, 0, out=torch.empty((), **integer)).tolist(),
+            torch.cumsum(x, 0, out=torch.empty(3, **integer)).tolist(),
+            torch.arange(0, 3.5, out=torch.empty(4, **integer)).tolist(),
+        ]
+
+    assert outs("jax") == outs("cpu")
+    for device in ("cpu", "jax"):
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            torch.ones(2, dtype=torch.int64, device=device).logit_()
+
+
+def test_64_bit_writes_through_a_view() -> None:
+    for device in ("cpu", "jax"):
+        x = torch.arange(1.0, 7.0, dtype=torch.float64, device=device)
+        x[1:4].mul_(0.1)
+        x[2:].i0_()
+        assert x.dtype is torch.float64
+        torch.testing.assert_close(x.cpu()[1].item(), 0.2, rtol=0, atol=0)
+        torch.testing.assert_close(x.cpu()[5], torch.special.i0(torch.tensor(6.0, dtype=torch.float64)))

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torchax_core import log
 from torchax_core.kernel import DirectKernel, LoweringKernel
-from torchax_core.overrides import Declined, DecliningKernel
+from torchax_core.overrides import DecliningKernel
 from torchax_core.registry import is_composite
 from torchax_core.tensor import Tensor, active, make_tensor, resolve_active
 from torchax_core.variants import op_name
@@ -44,6 +45,8 @@ def keep_whole(func: Any) -> None:
             if kernel is None:
                 kernel = environment._kernel(func)
             if trace is None:
+                if log.ops:
+                    return log.timed(func, args, kwargs, lambda: _run(kernel, func, args, kwargs))
                 return _run(kernel, func, args, kwargs)
             trace.lift_all(args)
             trace.lift_all(kwargs.values())
@@ -56,18 +59,9 @@ def keep_whole(func: Any) -> None:
 
 
 def _run(kernel: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    definition = getattr(kernel, "definition", None)
     if isinstance(kernel, DecliningKernel):
-        if getattr(kernel._running, "now", False):
-            return _run(kernel.following, func, args, kwargs)
-        kernel._running.now = True
-        try:
-            result = _run(kernel.kernel, func, args, kwargs)
-        except Declined:
-            result = NotImplemented
-        finally:
-            kernel._running.now = False
-        return _run(kernel.following, func, args, kwargs) if result is NotImplemented else result
+        return kernel.ask(lambda asked: _run(asked, func, args, kwargs))
+    definition = getattr(kernel, "definition", None)
     if definition is None or definition.origin.pack == "torch":
         return func.decompose(*args, **kwargs)
     if isinstance(kernel, DirectKernel):
@@ -99,7 +93,7 @@ def differentiable_kernel(kernel: LoweringKernel, args: Any, kwargs: Any) -> Any
         if isinstance(value, View):
             value._array()  # one array per tensor from here on: gradients are with respect to the views
     entry, arrays = kernel._enter(args, kwargs)
-    program = entry.grads.get("program")
+    program = entry.made.get("program")
     avals = [a for group in entry.avals for a in (group if isinstance(group, list) else [group]) if a is not None]
     if program is None:
         body = entry.body
@@ -107,7 +101,7 @@ def differentiable_kernel(kernel: LoweringKernel, args: Any, kwargs: Any) -> Any
         program = DifferentiableProgram(
             (lambda *xs: (body(*xs),)) if single else body, wrap=lambda i, array: make_tensor(array, avals[i])
         )
-        entry.grads["program"] = program
+        entry.made["program"] = program
     operands: list[Any] = list(arrays)
     for i, tensor in enumerate(_flat_operands(kernel, args, kwargs)):
         if tensor is not None:

@@ -72,8 +72,9 @@ def torch_from_array(array: jax.Array) -> torch.Tensor:
 
 def scalar_array(value: bool | int | float | complex) -> jax.Array:
     """A 0-d array of a Python number, as wide as the number (int64, float64, complex128), kept for the next call."""
-    # -0.0 == 0.0 as keys, so zeros go by their spelling
-    key = (value.__class__, value if value else str(value))
+    # -0.0 == 0.0 and NaN != NaN as keys, so those go by their spelling, and complex numbers too, which have two parts
+    plain = value and value == value and value.__class__ is not complex
+    key = (value.__class__, value if plain else repr(value))
     array = _scalars.get(key)
     if array is None:
         dtype = SCALAR_DTYPES.get(value.__class__)

@@ -13,7 +13,7 @@ import jax
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from torchax_core.tensor import DEVICE, DEVICE_TYPE, active, resolve_active
+from torchax_core.tensor import DEVICE, DEVICE_TYPE, Tensor
 from torchax_core.variants import find_op, op_name
 
 __all__ = ["register", "register_factories"]
@@ -207,13 +207,7 @@ def _register(func: Any) -> None:
         return
 
     def factory(*args: Any, **kwargs: Any) -> Any:
-        kernels = active.kernels
-        if kernels is None:
-            kernels = resolve_active()
-        kernel = kernels.get(func)
-        if kernel is None:
-            kernel = active.environment._kernel(func)
-        return kernel(args, kwargs)
+        return Tensor.__torch_dispatch__(func, (), args, kwargs)
 
     _library.impl(name.partition("::")[2], factory, "PrivateUse1")
     _registered.add(name)

@@ -10,7 +10,7 @@ import torch
 
 from torchax_core.errors import ConversionError
 
-__all__ = ["BIT_CAST", "SCALAR_DTYPES", "jax_dtype", "torch_dtype"]
+__all__ = ["BIT_CAST", "SCALAR_DTYPES", "jax_dtype", "torch_dtype", "type_name"]
 
 _PAIRS: list[tuple[str, Any]] = [
     ("bool", np.bool_),
@@ -76,3 +76,19 @@ def torch_dtype(dtype: Any) -> torch.dtype:
             f"jax dtype {dtype} has no torch counterpart. torch has: {', '.join(str(d) for d in _TO_TORCH)}. "
             f"Convert first, with `array.astype(dtype)`{' (for keys: jax.random.key_data)' if 'key' in str(dtype) else ''}."
         ) from None
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """What torch's C++ calls a dtype in its error messages."""
+    names = {
+        "float32": "Float",
+        "float64": "Double",
+        "float16": "Half",
+        "int64": "Long",
+        "int32": "Int",
+        "int16": "Short",
+    }
+    names |= {"int8": "Char", "uint8": "Byte", "bool": "Bool", "bfloat16": "BFloat16"}
+    names |= {"complex64": "ComplexFloat", "complex128": "ComplexDouble"}
+    plain = str(dtype).removeprefix("torch.")
+    return names.get(plain, plain)

@@ -13,25 +13,27 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torchax_core import composite, functions
+from torchax_core import composite, functions, log
 from torchax_core.config import Config
 from torchax_core.device import register_factories
-from torchax_core.errors import OperatorNotFound, OpNameError
-from torchax_core.kernel import DataDependentKernel, DirectKernel, LoweringKernel, ViewKernel, WritingKernel
+from torchax_core.errors import OpNameError
+from torchax_core.kernel import DataDependentKernel, DirectKernel, LoweringKernel, ViewKernel
 from torchax_core.opset import Definition, Origin, ViewDefinition, ViewRules
-from torchax_core.overrides import Declined, DecliningKernel
+from torchax_core.overrides import DecliningKernel
 from torchax_core.packs import host
 from torchax_core.random import RandomState
-from torchax_core.registry import OpTable, Source, make_kernel
+from torchax_core.registry import OpTable, Source
 from torchax_core.tensor import active
 from torchax_core.variants import find_op, op_name, variant_of
+from torchax_core.writing import WritingKernel
 
-__all__ = ["Environment", "Explanation", "Override", "default_env", "override_op_definition"]
+__all__ = ["Environment", "Explanation", "Override", "current_env", "default_env", "override_op_definition"]
 
 _TLS_KEY = "torchax_environment"
 
@@ -125,14 +127,11 @@ class Environment:
     _all: list[Any] = []
 
     def __init__(self, config: Config | None = None, *, seed: int | None = None) -> None:
-        import weakref
-
         self.config = config or Config.from_environment()
         self.random = RandomState(torch.initial_seed() if seed is None else seed, self.config.random_impl)
         self._table = OpTable(self.config)
         self._overrides = _Overrides()
         self._kernels: dict[Any, Any] = {}
-        self._kernels_version = (0, 0)
         self._lock = threading.RLock()
         self._previous = threading.local()
         Environment._all.append(weakref.ref(self))
@@ -164,7 +163,7 @@ class Environment:
 
     def _activate(self) -> None:
         active.environment = self
-        active.kernels = self._kernels if active.trace is None else active.trace.kernels(self)
+        active.kernels = self._lookup() if active.trace is None else active.trace.kernels(self)
         # the autograd engine hands this on to the threads that run backward
         torch._C._stash_obj_in_tls(_TLS_KEY, self)
 
@@ -176,8 +175,12 @@ class Environment:
         active.environment = environment
         if not isinstance(threading.current_thread(), threading._DummyThread):
             # A thread of the autograd engine serves callers of any environment, so it asks each time.
-            active.kernels = environment._kernels
-        return environment._kernels
+            active.kernels = environment._lookup()
+        return environment._lookup()
+
+    def _lookup(self) -> Any:
+        """What a thread asks for kernels: this environment's, or, under TORCHAX_LOG=ops, the same with a line per call."""
+        return log.LoggedKernels(self) if log.ops else self._kernels
 
     # -- ops -------------------------------------------------------------------------------------
 
@@ -211,11 +214,11 @@ class Environment:
         builtin = BUILTINS.get(name)
         if builtin is not None:
             return DirectKernel(func, builtin(self, func))
-        return self._table.kernel(func, lambda _: None)
+        return self._pack_kernel(func)
 
     def _pack_kernel(self, func: Any) -> Any:
         """The kernel below the core's own device ops, for those that hand on."""
-        return self._table.kernel(func, lambda _: None)
+        return self._table.kernel(func)
 
     def _relevant(self, func: Any) -> list[tuple[Override, Any]]:
         """Overrides that decide how `func` runs: its own, then its functional twin's."""
@@ -239,6 +242,7 @@ class Environment:
                without overload means every overload of the op.
         impl:  with is_jax_function, a pure JAX function with the op's parameters, differentiable by jax.vjp where torch
                decomposes the op itself; else torch code. NotImplemented declines, and the next definition is asked.
+               Tensors arrive as arrays, Scalars as traced 0-d arrays; floats (dropout_p, eps), ints and bools as values.
         Returns a handle: `handle.undo()`, or `with env.override_op_definition(...):`.
         Raises OpNameError for an op torch does not know.
         """
@@ -334,7 +338,8 @@ def _override(
     elif is_view_op:
         definition = ViewDefinition(name, "view", impl, origin, rules=ViewRules(impl))
     else:
-        definition = Definition(name, "lowering" if is_jax_function else "decomposition", impl, origin)
+        kind: Any = "lowering" if is_jax_function else "decomposition"
+        definition = Definition(name, kind, impl, origin, static=_float_arguments(name))
     override = Override(owner, definition)
     store.add(override)
     if owner.__class__ is _Everywhere:
@@ -347,6 +352,13 @@ def _override(
         for overload in _overloads(name):
             composite.keep_whole(overload)
     return override
+
+
+def _float_arguments(name: str) -> frozenset[str]:
+    """Arguments of schema type `float` (dropout_p, eps, scale): an override sees their values, to decline by them. Those
+    of type Scalar, which operands and learning rates are, stay traced."""
+    schemas = [func._schema for func in _overloads(name)]
+    return frozenset(a.name for s in schemas for a in s.arguments if str(a.type) in ("float", "Optional[float]"))
 
 
 def _override_name(op: Any) -> tuple[str, Any]:
@@ -475,5 +487,3 @@ def _after_import(pack: Any) -> None:
 
 host().on_load.append(_after_load)
 host().on_import.append(_after_import)
-
-__all__ += ["Declined", "OperatorNotFound", "current_env", "make_kernel"]

@@ -10,13 +10,12 @@ import importlib
 import threading
 from typing import Any
 
-import jax
 import torch
-from torch.utils import _pytree as pytree
 
+from torchax_core.interop import call_jax
 from torchax_core.opset import Definition
-from torchax_core.tensor import Tensor, active, resolve_active, wrap_array
-from torchax_core.vjp import DifferentiableProgram, differentiable_call
+from torchax_core.overrides import Declined
+from torchax_core.tensor import Tensor, active, resolve_active
 
 __all__ = ["chain", "find_function", "function_name", "refresh"]
 
@@ -120,33 +119,16 @@ def _call(name: str, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-class _Declines(Exception):
-    pass
-
-
 def _call_jax(definition: Definition, args: Any, kwargs: Any) -> Any:
     """A JAX function in a torch function's place; tensors become arrays, gradients come from jax.vjp."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    operands = [leaves[i] if isinstance(leaves[i], Tensor) else leaves[i].to("jax") for i in places]
-    static = [None if i in set(places) else leaf for i, leaf in enumerate(leaves)]
-    out_spec: list[Any] = []
 
-    def fn(*arrays: jax.Array) -> Any:
-        full = list(static)
-        for i, array in zip(places, arrays, strict=True):
-            full[i] = array
-        inner_args, inner_kwargs = pytree.tree_unflatten(full, spec)
-        out = definition.body(*inner_args, **inner_kwargs)
-        if out is NotImplemented:
-            raise _Declines
-        flat, made = pytree.tree_flatten(out)
-        out_spec[:] = [made]
-        return tuple(flat)
+    def body(*args: Any, **kwargs: Any) -> Any:
+        result = definition.body(*args, **kwargs)
+        if result is NotImplemented:
+            raise Declined
+        return result
 
-    program = DifferentiableProgram(fn, jit=False, wrap=lambda i, array: wrap_array(array))
     try:
-        results = differentiable_call(program, operands)
-    except _Declines:
+        return call_jax(body, *args, **kwargs)
+    except Declined:
         return NotImplemented
-    return pytree.tree_unflatten(list(results), out_spec[0])

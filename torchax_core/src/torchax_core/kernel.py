@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,16 +28,33 @@ from torchax_core.errors import (
     DataDependentError,
     LoweringMismatchError,
     OperatorNotFound,
-    SignatureError,
 )
 from torchax_core.meta import NO_META, aval_of_meta, avals_of, meta_of, run_on_meta
 from torchax_core.opset import Definition, ViewDefinition
 from torchax_core.overrides import Declined
 from torchax_core.signatures import LEFT_OUT, check_parameters
 from torchax_core.symbolic import array_of_symbol
+from torchax_core.templates import (
+    GENERATOR,
+    SCALAR,
+    STATIC,
+    TENSOR,
+    TENSORS,
+    cast,
+    concrete_template,
+    fill,
+    hashable,
+    jax_value,
+    kind_of,
+    leaves_of,
+    operands_of,
+    scalar_dtype,
+    template_of,
+    to_dtype,
+)
 from torchax_core.tensor import Aval, Tensor, active, contiguous_stride, make_tensor
 from torchax_core.variants import Variant, op_name
-from torchax_core.view import ROOT, Path, View, make_view
+from torchax_core.view import ROOT, View, make_view
 
 __all__ = [
     "CaseKernel",
@@ -46,12 +62,8 @@ __all__ = [
     "DirectKernel",
     "LoweringKernel",
     "ViewKernel",
-    "WritingKernel",
     "arrays_of",
 ]
-
-# What the schema says of an argument, as far as a call needs to know.
-_TENSOR, _TENSORS, _SCALAR, _STATIC, _GENERATOR = "tensor", "tensors", "scalar", "static", "generator"
 
 _WIDE = frozenset({torch.float64, torch.int64, torch.complex128, torch.uint64})
 _PLAIN_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -83,39 +95,11 @@ def _scan_view(view: View, key: list[Any], arrays: list[Any]) -> None:
         arrays.extend(view._offsets)
 
 
-def _kind(argument: Any, static: frozenset[str]) -> str:
-    kind = str(argument.type)
-    if kind.startswith("Optional["):
-        kind = kind[len("Optional[") : -1]
-    if kind == "Tensor":
-        return _TENSOR
-    if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
-        return _TENSORS
-    if kind == "Generator":
-        return _GENERATOR
-    if kind in ("number", "float", "List[number]", "List[float]") and argument.name not in static:
-        return _SCALAR
-    return _STATIC
+class _WrongDevice(Exception):
+    """A tensor among the arguments that is on another device."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _Slot:
-    """In a template of arguments: the `index`-th array of the call, cast to `dtype` if that is given.
-
-    With a `path`, that array is the base of a view: the view is read here, inside the op's own program, through `path` and
-    the `offsets` arrays that follow.
-    """
-
-    index: int
-    dtype: np.dtype | None = None
-    path: Path | None = None
-    offsets: int = 0
-
-    def array(self, arrays: Sequence[Any]) -> Any:
-        value = arrays[self.index]
-        if self.path is not None:
-            value = self.path.read_inline(value, tuple(arrays[self.index + 1 : self.index + 1 + self.offsets]))
-        return value if self.dtype is None else _to_dtype(value, self.dtype)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
 
 class _Decomposing(threading.local):
@@ -131,28 +115,48 @@ _DEEPEST = 8  # an op may decompose into itself on smaller inputs, but not for e
 class _Entry:
     """One signature of one op, compiled: the function of arrays, and what its results are."""
 
-    __slots__ = ("avals", "body", "compiled", "draws", "grads", "run", "single", "structure")
+    __slots__ = ("avals", "body", "draws", "made", "run", "single", "structure", "wide")
 
-    def __init__(self, body: Callable[..., Any], avals: list[Any], structure: Any, draws: bool = False) -> None:
+    def __init__(self, body: Callable[..., Any], avals: list[Any], structure: Any, draws: bool, wide: bool) -> None:
         self.draws = draws  # two more arrays: a random key and a count
         self.body = body
-        self.run = self.compiled = jax.jit(body, inline=True)
+        self.wide = wide
+        self.run = self.compiled(body)
         self.avals = avals  # an Aval, None, or a list of avals, per result of the op
         self.structure = structure
         self.single: Any = avals[0] if len(avals) == 1 and isinstance(avals[0], Aval) else None
-        self.grads: dict[Any, Any] = {}
+        self.made: dict[Any, Any] = {}  # programs made of this one: its gradient, its write through a view
 
-    def for_wide(self) -> _Entry:
-        """Compile and run with 64-bit types on: some of JAX's primitives (argmax, bessel_i0e) are lowered by tracing more
-        JAX code, outside the body, and would narrow there what the body has kept wide."""
-        compiled = self.compiled
+    def compiled(self, body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """`body` under jax.jit; if wide, compiled and run with 64-bit types on: some of JAX's primitives (argmax,
+        bessel_i0e) are lowered by tracing more JAX code, outside the body, and would narrow there what it kept wide."""
+        run = jax.jit(body, inline="donate_argnums" not in options, **options)
+        if not self.wide:
+            return run
 
-        def run(*arrays: Any) -> Any:
+        def run_wide(*arrays: Any) -> Any:
             with jax.enable_x64(True):
-                return compiled(*arrays)
+                return run(*arrays)
 
-        self.run = run
-        return self
+        return run_wide
+
+
+def _declining(entry: _Entry) -> _Entry:
+    """The entry of an override: once a signature has been declined, it is not traced again to hear the same."""
+    run = entry.run
+
+    def declined(*arrays: Any) -> Any:
+        raise Declined
+
+    def first(*arrays: Any) -> Any:
+        try:
+            return run(*arrays)
+        except Declined:
+            entry.run = declined
+            raise
+
+    entry.run = first
+    return entry
 
 
 class LoweringKernel:
@@ -169,7 +173,7 @@ class LoweringKernel:
         if definition.kind == "decomposition":
             static = frozenset(a.name for a in arguments)  # torch code branches on its numbers
         self.arguments = arguments
-        self.kinds = tuple(_kind(a, static) for a in arguments)
+        self.kinds = tuple(kind_of(a, static) for a in arguments)
         self.kinds_by_name = {a.name: k for a, k in zip(arguments, self.kinds, strict=True)}
         # an op that has an argument `key` of its own (attention) asks by the longer name
         names = {a.name for a in arguments}
@@ -218,27 +222,30 @@ class LoweringKernel:
     def _enter(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[_Entry, list[Any]]:
         key: list[Any] = []
         arrays: list[Any] = []
-        for a, kind in zip(args, self.kinds, strict=False):
-            cls = a.__class__
-            if cls is Tensor:
-                key.append(a._aval)
-                arrays.append(a._store.array)
-            elif cls is View:
-                _scan_view(a, key, arrays)
-            elif kind is _STATIC and (cls is int or a is None):
-                key.append(a)
-            else:
-                self._scan(a, kind, key, arrays)
         generator = None
-        if kwargs:
-            kinds = self.kinds_by_name
-            for name, a in kwargs.items():
-                kind = kinds[name]
-                key.append(name)
-                if kind is _GENERATOR:
-                    generator = a
+        try:
+            for a, kind in zip(args, self.kinds, strict=False):
+                cls = a.__class__
+                if cls is Tensor:
+                    key.append(a._aval)
+                    arrays.append(a._store.array)
+                elif cls is View:
+                    _scan_view(a, key, arrays)
+                elif kind is STATIC and (cls is int or a is None):
+                    key.append(a)
                 else:
                     self._scan(a, kind, key, arrays)
+            if kwargs:
+                kinds = self.kinds_by_name
+                for name, a in kwargs.items():
+                    kind = kinds[name]
+                    key.append(name)
+                    if kind is GENERATOR:
+                        generator = a
+                    else:
+                        self._scan(a, kind, key, arrays)
+        except _WrongDevice as wrong:
+            raise self._device_error(wrong.tensor, args, kwargs or {}) from None
         key.append(torch.get_default_dtype())  # what factories make, and what ints become
         if self.depends_on is not None:
             key.append(self.depends_on())
@@ -260,21 +267,21 @@ class LoweringKernel:
             _scan_view(a, key, arrays)
         elif a is None:
             key.append(None)
-        elif kind is _STATIC:
-            # 1, 1.0 and True are equal as keys, but not the same static value
-            key.append(tuple(a) if cls is list else a)
-            if cls is float or cls is bool or cls is complex:
+        elif kind is STATIC:
+            # 1, 1.0 and True are equal as keys, and 0.0 and -0.0; NaN is not even equal to itself
+            key.append(tuple(a) if cls is list else repr(a) if cls is float or cls is complex else a)
+            if cls is bool:
                 key.append(cls)
-        elif kind is _TENSORS or cls is list or cls is tuple:
+        elif kind is TENSORS or cls is list or cls is tuple:
             key.append(len(a))
             for item in a:
-                self._scan(item, _TENSOR if kind is _TENSORS else kind, key, arrays)
+                self._scan(item, TENSOR if kind is TENSORS else kind, key, arrays)
         elif cls is float or cls is int or cls is bool or cls is complex:
             key.append(cls)
             arrays.append(scalar_array(a))
         elif isinstance(a, torch.Tensor):
             self._scan_foreign(a, key, arrays)
-        elif kind is _GENERATOR:
+        elif kind is GENERATOR:
             key.append("generator")
         else:
             symbol = array_of_symbol(a)
@@ -288,19 +295,23 @@ class LoweringKernel:
             arrays.append(a._array())
             return
         if not (a.device.type == "cpu" and (a.dim() == 0 or self.takes_cpu(a))):
-            name = next(
-                (x.name for x, k in zip(self.arguments, self.kinds, strict=True) if k in (_TENSOR, _TENSORS)), "?"
-            )
-            names = [x.name for x in self.arguments]
-            name = names[len(arrays)] if len(arrays) < len(names) else name
-            raise RuntimeError(
-                "Expected all tensors to be on the same device, but found at least two devices, jax:0 and "
-                f"{a.device}! (when checking argument for argument {name} in {self.name}). Move it with `.to('jax')`."
-            )
+            raise _WrongDevice(a)
         key.append(Aval.contiguous(tuple(a.shape), a.dtype))
         if a.dim() and not self.func_indexes:
             key.append(tuple(a.tolist()))  # lengths of packed sequences: static, and few
         arrays.append(array_from_torch(a))
+
+    def _device_error(self, tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> RuntimeError:
+        """torch's wording, naming the op and the argument."""
+        name = next(
+            argument.name
+            for argument, _, value in self._bind(args, kwargs)
+            if value is tensor or (isinstance(value, (list, tuple)) and any(item is tensor for item in value))
+        )
+        return RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, jax:0 and "
+            f"{tensor.device}! (when checking argument for argument {name} in {self.name}). Move it with `.to('jax')`."
+        )
 
     def takes_cpu(self, a: torch.Tensor) -> bool:
         """Whether a CPU tensor is welcome, as on cuda: indices, and the lengths of packed sequences."""
@@ -328,7 +339,7 @@ class LoweringKernel:
         bound: dict[str, Any] = {}
         metas: dict[str, Any] = {}
         for argument, kind, a in self._bind(args, kwargs):
-            bound[argument.name] = _template(a, kind, counter)
+            bound[argument.name] = template_of(a, kind, counter)
             # lengths stay real: torch's composites read them
             real = argument.name == "batch_sizes" and isinstance(a, torch.Tensor) and not isinstance(a, Tensor)
             metas[argument.name] = a if real else meta_of(a)
@@ -339,10 +350,11 @@ class LoweringKernel:
         if avals is None:
             avals = self._avals_by_tracing(body, [*arrays, jax.random.key(0), np.uint32(0)] if draws else arrays)
             body = self._guarded(call, avals)
-        entry = _Entry(body, avals, _structure(self.schema), draws)
-        tensors = [m.dtype for m in _leaves(list(metas.values())) if isinstance(m, torch.Tensor)]
+        tensors = [m.dtype for m in leaves_of(list(metas.values())) if isinstance(m, torch.Tensor)]
         results = [a.dtype for a in _flat_avals(avals) if a is not None]
-        return entry.for_wide() if draws or not tensors or any(d in _WIDE for d in tensors + results) else entry
+        wide = draws or not tensors or any(d in _WIDE for d in tensors + results)
+        entry = _Entry(body, avals, _structure(self.schema), draws, wide)
+        return _declining(entry) if self.definition.origin.pack == "override" else entry
 
     def _draws(self, bound: dict[str, Any], metas: dict[str, Any], arrays: list[Any]) -> bool:
         """Whether this call draws random numbers. A body whose key is optional (dropout_p = 0) is tried without one."""
@@ -436,20 +448,20 @@ class LoweringKernel:
             if argument.name not in bound and argument.name in self.accepted and not argument.is_out:
                 parameter = definition.parameters.get(argument.name)
                 if parameter is not None and parameter.default is parameter.empty and not definition.positional:
-                    template[argument.name] = _template(argument.default_value, _STATIC, iter(()))
+                    template[argument.name] = template_of(argument.default_value, STATIC, iter(()))
         template = self._promoted(template, metas)
         key_name = self.key_name if draws else None
         body = definition.body
 
         if definition.positional:
             values = tuple(template.values())
-            return lambda arrays: body(*_fill(values, arrays))
+            return lambda arrays: body(*fill(values, arrays))
         if definition.kind == "decomposition":
             return self._decomposition_call(template, metas)
 
         def call(arrays: Sequence[jax.Array]) -> Any:
             extra = {key_name: jax.random.fold_in(arrays[-2], arrays[-1])} if key_name else {}
-            return body(**{name: _fill(value, arrays) for name, value in template.items()}, **extra)
+            return body(**{name: fill(value, arrays) for name, value in template.items()}, **extra)
 
         return call
 
@@ -472,7 +484,7 @@ class LoweringKernel:
                 _decomposing.names = outer
 
         def run(arrays: Sequence[jax.Array]) -> Any:
-            filled = {n: _as_tensors(_fill(v, arrays), metas.get(n)) for n, v in template.items()}
+            filled = {n: _as_tensors(fill(v, arrays), metas.get(n)) for n, v in template.items()}
             positional = []
             for name in names:
                 if name not in filled:
@@ -487,27 +499,27 @@ class LoweringKernel:
         kinds = self.kinds_by_name
         if self.definition.kind == "decomposition":
             return template
-        taking = promote.arguments or tuple(n for n in template if kinds[n] in (_TENSOR, _TENSORS, _SCALAR, _STATIC))
+        taking = promote.arguments or tuple(n for n in template if kinds[n] in (TENSOR, TENSORS, SCALAR, STATIC))
         if promote.kind is not None:
             compute, _ = elementwise_dtypes(*self._promoting(metas, taking), type_promotion_kind=promote.kind)
             dtype = jax_dtype(compute)
-            return {n: _cast(v, dtype) if n in taking and kinds[n] is not _STATIC else v for n, v in template.items()}
+            return {n: cast(v, dtype) if n in taking and kinds[n] is not STATIC else v for n, v in template.items()}
         # without promotion the tensors stay as they are, and scalars come in the type the tensors compute in
-        tensors = [m.dtype for m in _leaves(list(metas.values())) if isinstance(m, torch.Tensor)]
+        tensors = [m.dtype for m in leaves_of(list(metas.values())) if isinstance(m, torch.Tensor)]
         return {
-            n: _cast(v, own) if kinds[n] is _SCALAR and (own := _scalar_dtype(tensors, metas.get(n))) else v
+            n: cast(v, own) if kinds[n] is SCALAR and (own := scalar_dtype(tensors, metas.get(n))) else v
             for n, v in template.items()
         }
 
     def _promoting(self, metas: dict[str, Any], taking: tuple[str, ...]) -> list[Any]:
         """The tensors and numbers among the arguments `taking` that decide the common dtype."""
         kinds = self.kinds_by_name
-        parts = _leaves([metas[n] for n in taking if n in metas and kinds[n] in (_TENSOR, _TENSORS)])
+        parts = leaves_of([metas[n] for n in taking if n in metas and kinds[n] in (TENSOR, TENSORS)])
         if self.definition.promote.arguments or not parts:
-            scalars = [metas[n] for n in taking if n in metas and kinds[n] is _SCALAR]
+            scalars = [metas[n] for n in taking if n in metas and kinds[n] is SCALAR]
         else:
             # a schema Scalar (alpha, value) never lifts the tensors' dtype, except where it stands for an operand
-            scalars = [s for _, s in _operands(self.arguments, metas, taking, kinds)]
+            scalars = [s for _, s in operands_of(self.arguments, metas, taking, kinds)]
         return parts + [s for s in scalars if s is not None]
 
     def _guarded(self, call: Callable[..., Any], avals: list[Any] | None) -> Callable[..., Any]:
@@ -568,149 +580,7 @@ class LoweringKernel:
                 f"returned {[f'{g.dtype}{list(g.shape)}' for g in got]}. The definition is at fault; override it with "
                 f"env.override_op_definition({self.definition.op!r}, ...) or report it to the pack."
             )
-        return [_to_dtype(g, w.jax_dtype) for g, w in zip(got, wanted, strict=True)]
-
-
-class WritingKernel(LoweringKernel):
-    """Runs an in-place or out= op through its functional twin, and writes the results into the arguments."""
-
-    def __init__(self, func: Any, definition: Definition, variant: Variant) -> None:
-        super().__init__(func, definition, variant)
-        self.positions = {a.name: i for i, a in enumerate(self.arguments)}
-
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        variant = self.variant
-        assert variant is not None
-        if variant.returns == ("self",) and variant.written == ("self",) and args[0].__class__ is View:
-            return self._write_through(args[0], args, kwargs)
-        entry, arrays = self._enter(args, kwargs)
-        results = entry.run(*arrays)
-        if entry.single is not None:
-            results = (results,)
-        del arrays  # they would keep the old values alive while the new ones are written
-        fresh = self._wrap(results, entry.avals[: variant.fresh])
-        at = sum(len(a) if isinstance(a, list) else a is not None for a in entry.avals[: variant.fresh])
-        for name, aval in zip(variant.written, entry.avals[variant.fresh :], strict=True):
-            target = self._argument(name, args, kwargs)
-            if isinstance(aval, list):
-                for t in target:
-                    t._write(results[at])
-                    at += 1
-            elif aval is not None:
-                if name in variant.outs and target._aval is not aval and target._aval.shape != aval.shape:
-                    become(target, make_tensor(results[at], aval))
-                else:
-                    target._write(results[at])
-                at += 1
-        return self._returned(fresh, args, kwargs)
-
-    def _write_through(self, view: View, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        """In place on a view: read, computed and written back to the base in one program, which takes the base over."""
-        view._cache = None  # so that the base is given, and not what was read of it
-        entry, arrays = self._enter(args, kwargs)
-        pair = entry.grads.get(view._path)
-        if pair is None:
-            path, count = view._path, len(view._offsets)
-
-            def run(*arrays: jax.Array) -> jax.Array:
-                return path.write_inline(arrays[0], entry.body(*arrays), arrays[1 : 1 + count])
-
-            pair = entry.grads[view._path] = (jax.jit(run, inline=True), jax.jit(run, donate_argnums=(0,)))
-        store = view._store
-        # the storage, the list of arrays, getrefcount's argument: one more, and somebody relies on the base as it is
-        donate = sys.getrefcount(arrays[0]) <= 3 and not any(is_traced(a) for a in arrays)
-        store.write(pair[donate](*arrays))
-        return view
-
-    def _argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        if kwargs and name in kwargs:
-            return kwargs[name]
-        at = self.positions[name]
-        return args[at] if at < len(args) else None
-
-    def _returned(self, fresh: list[Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        returns = self.variant.returns  # type: ignore[union-attr]
-        if not returns:
-            return None
-        left = iter(fresh)
-        out = [next(left) if name is None else self._argument(name, args, kwargs) for name in returns]
-        return out[0] if len(out) == 1 else tuple(out)
-
-    def _result_avals(self, metas: dict[str, Any], kwargs: dict[str, Any]) -> list[Any] | None:
-        variant = self.variant
-        assert variant is not None
-        for name in variant.written:
-            for leaf in _leaves([metas.get(name)]):
-                if not isinstance(leaf, torch.Tensor):
-                    raise TypeError(f"{self.name}: `{name}` must be a tensor on device 'jax', but is {leaf!r}.")
-                if leaf.numel() and any(n > 1 and step == 0 for n, step in zip(leaf.shape, leaf.stride(), strict=True)):
-                    raise RuntimeError(
-                        "unsupported operation: more than one element of the written-to tensor refers to a single memory "
-                        "location. Please clone() the tensor before performing the operation."
-                    )
-        before = {n: _shapes(metas.get(n)) for n in variant.written}
-        outs = run_on_meta(self.func, self.arguments, metas)
-        fresh: list[Any] = []
-        if outs is not NO_META and variant.fresh:
-            results = outs if isinstance(outs, (tuple, list)) else (outs,)
-            kept = [r for r, name in zip(results, variant.returns, strict=True) if name is None]
-            fresh = avals_of(kept if len(kept) != 1 else kept[0], len(kept))
-        elif outs is NO_META or (not variant.outs and self._narrow_target(metas)):
-            twin_names = {a.name for a in variant.twin._schema.arguments}
-            again = run_on_meta(
-                variant.twin, variant.twin._schema.arguments, {n: v for n, v in metas.items() if n in twin_names}
-            )
-            if again is NO_META:
-                if variant.fresh:
-                    return None
-            else:
-                # torch's own meta of a decomposed in-place op may let a float result into an int target (an out= form has
-                # rules of its own: `sum` computes in the dtype of its out)
-                values = again if len(variant.twin._schema.returns) > 1 else (again,)
-                fresh = [aval_of_meta(value) for value in values[: variant.fresh]]
-                self._check_castable(values[variant.fresh :], metas)
-        written = []
-        for name in variant.written:
-            if name not in variant.outs and before[name] != _shapes(metas.get(name)):
-                raise LoweringMismatchError(f"{self.name} changed the shape of `{name}`, which an in-place op cannot.")
-            written.append(aval_of_meta(metas.get(name)))
-        return [*fresh, *written]
-
-    def _narrow_target(self, metas: dict[str, Any]) -> bool:
-        """Whether a written argument has a dtype that a float result cannot be cast to."""
-        targets = [metas.get(name) for name in self.variant.written]  # type: ignore[union-attr]
-        return any(isinstance(t, torch.Tensor) and not (t.is_floating_point() or t.is_complex()) for t in targets)
-
-    def _check_castable(self, values: Sequence[Any], metas: dict[str, Any]) -> None:
-        for name, value in zip(self.variant.written, values, strict=True):  # type: ignore[union-attr]
-            target = metas.get(name)
-            if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
-                if not torch.can_cast(value.dtype, target.dtype):
-                    raise RuntimeError(
-                        f"result type {_type_name(value.dtype)} can't be cast to the desired output type "
-                        f"{_type_name(target.dtype)}"
-                    )
-
-    def _checked(self, results: list[Any], avals: list[Aval | None]) -> list[Any]:
-        # an in-place op whose twin broadcasts (fill_, copy_) may give a smaller result than what it writes to
-        if len(results) == len(avals):
-            results = [
-                jnp.broadcast_to(r, a.shape) if r is not None and a is not None and jnp.ndim(r) == 0 else r
-                for r, a in zip(results, avals, strict=True)
-            ]
-        return super()._checked(results, avals)
-
-    def _body_call(self, bound: dict[str, Any], metas: dict[str, Any], draws: bool) -> Callable[..., Any]:
-        variant = self.variant
-        assert variant is not None
-        twin_names = {a.name for a in variant.twin._schema.arguments}
-        kept = {n: v for n, v in bound.items() if n in twin_names}
-        if "dtype" in twin_names and "dtype" not in kept and variant.outs and "dtype" in self.definition.parameters:
-            out = metas[next(iter(variant.outs))]
-            kept["dtype"] = jax_dtype(out.dtype)
-            self.kinds_by_name.setdefault("dtype", _STATIC)
-            self.accepted = self.accepted | {"dtype"}
-        return super()._body_call(kept, metas, draws)
+        return [to_dtype(g, w.jax_dtype) for g, w in zip(got, wanted, strict=True)]
 
 
 class ViewKernel:
@@ -767,7 +637,7 @@ class ViewKernel:
         if self.rules.split is not None:
             static, traced = self.rules.split(aval.shape, *values)
         else:
-            static, traced = tuple(_hashable(jax_value(v)) for v in values), ()
+            static, traced = tuple(hashable(jax_value(v)) for v in values), ()
         if self.many:
             return static, traced, [(aval_of_meta(x), x.storage_offset()) for x in out]
         return static, traced, (aval_of_meta(out), out.storage_offset())
@@ -778,14 +648,12 @@ class DataDependentKernel(LoweringKernel):
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         bound = {
-            argument.name: _template_concrete(a, kind, self._concrete)
+            argument.name: concrete_template(a, kind, self._concrete)
             for argument, kind, a in self._bind(args, kwargs or {})
             if argument.name in self.accepted
         }
         with jax.enable_x64(True):
             out = self.definition.body(**bound)
-        if self.variant is not None:
-            raise SignatureError(f"{self.name}: a data-dependent op cannot be written through its functional twin.")
         return _wrap_concrete(out)
 
     def _concrete(self, tensor: torch.Tensor) -> jax.Array:
@@ -830,124 +698,11 @@ class DirectKernel:
         return self.run(*args, **(kwargs or {}))
 
 
-def _shapes(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_shapes(v) for v in value]
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
-
-
 def _flat_avals(avals: list[Any]) -> list[Aval | None]:
     flat: list[Aval | None] = []
     for aval in avals:
         flat.extend(aval) if isinstance(aval, list) else flat.append(aval)
     return flat
-
-
-# -- templates of arguments ----------------------------------------------------------------------
-
-
-def jax_value(a: Any) -> Any:
-    """A static argument as a lowering sees it: dtypes as numpy's, lists as tuples."""
-    if isinstance(a, torch.dtype):
-        return jax_dtype(a)
-    if isinstance(a, (list, tuple)):
-        return tuple(jax_value(x) for x in a)
-    return a
-
-
-def _hashable(a: Any) -> Any:
-    return tuple(_hashable(x) for x in a) if isinstance(a, (list, tuple)) else a
-
-
-def _template(a: Any, kind: str, counter: Any) -> Any:
-    """`a` with every array replaced by the slot of its place in the call's flat list; the order is that of `_scan`."""
-    if isinstance(a, View) and not a._is_read():
-        slot = _Slot(next(counter), None, a._path, len(a._offsets))
-        for _ in a._offsets:
-            next(counter)
-        return slot
-    if isinstance(a, torch.Tensor):
-        return _Slot(next(counter))
-    if a is None:
-        return None
-    if kind is _STATIC or kind is _GENERATOR:
-        return jax_value(a)
-    if isinstance(a, (list, tuple)):
-        items = [_template(x, _TENSOR if kind is _TENSORS else kind, counter) for x in a]
-        return items
-    if isinstance(a, (bool, int, float, complex, torch.SymFloat, torch.SymInt, torch.SymBool)):
-        return _Slot(next(counter))
-    return jax_value(a)
-
-
-def _template_concrete(a: Any, kind: str, concrete: Callable[[Any], Any]) -> Any:
-    if isinstance(a, torch.Tensor):
-        return concrete(a)
-    if isinstance(a, (list, tuple)) and kind is _TENSORS:
-        return [_template_concrete(x, kind, concrete) for x in a]
-    return jax_value(a)
-
-
-def _fill(value: Any, arrays: Sequence[Any]) -> Any:
-    if value.__class__ is _Slot:
-        return value.array(arrays)
-    if value.__class__ is list:
-        return [_fill(v, arrays) for v in value]
-    if value.__class__ is tuple:
-        return tuple(_fill(v, arrays) for v in value)
-    return value
-
-
-def _to_dtype(array: Any, dtype: np.dtype) -> Any:
-    if array.dtype == dtype:
-        return array
-    if jnp.issubdtype(array.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        array = jnp.real(array)
-    return jnp.asarray(array).astype(dtype)
-
-
-def _cast(value: Any, dtype: np.dtype) -> Any:
-    if value.__class__ is _Slot:
-        return dataclasses.replace(value, dtype=dtype)
-    if value.__class__ is list:
-        return [_cast(v, dtype) for v in value]
-    return value
-
-
-def _leaves(values: Sequence[Any]) -> list[Any]:
-    flat: list[Any] = []
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            flat.extend(_leaves(value))
-        elif isinstance(value, torch.Tensor) or (isinstance(value, (bool, int, float, complex))):
-            flat.append(value)
-    return flat
-
-
-def _operands(
-    arguments: Sequence[Any], metas: dict[str, Any], taking: tuple[str, ...], kinds: dict[str, str]
-) -> list[tuple[str, Any]]:
-    """Scalar arguments that stand where other overloads have a tensor: positional ones (`other`, `exponent`, `min`)."""
-    return [
-        (a.name, metas[a.name])
-        for a in arguments
-        if not a.kwarg_only
-        and a.name in taking
-        and a.name in metas
-        and kinds[a.name] in (_SCALAR, _STATIC)
-        and str(a.type) in ("number", "Optional[number]")
-    ]
-
-
-def _scalar_dtype(tensors: list[torch.dtype], value: Any) -> np.dtype | None:
-    """The dtype a number takes beside tensors that are not promoted: what those compute in. None: as wide as it came."""
-    floats = [d for d in tensors if d.is_floating_point or d.is_complex]
-    if not tensors or (not floats and isinstance(value, (bool, int))):
-        return None
-    double = any(d in (torch.float64, torch.complex128) for d in floats)
-    if isinstance(value, complex):
-        return np.dtype(np.complex128 if double else np.complex64)
-    return np.dtype(np.float64 if double else np.float32)
 
 
 # -- results -------------------------------------------------------------------------------------
@@ -1004,30 +759,3 @@ def _wrap_concrete(out: Any) -> Any:
     if isinstance(out, (list, tuple)):
         return type(out)(_wrap_concrete(o) for o in out)
     return out
-
-
-def become(target: Tensor, source: Tensor) -> None:
-    """Make `target` be what `source` is: geometry, dtype, storage. For resized `out=`, `set_`, `t_`, `.data =`."""
-    torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]
-    for name in ("_store", "_aval", "_path", "_offsets", "_cache", "_seen"):
-        if name in source.__dict__:
-            target.__dict__[name] = source.__dict__[name]
-        else:
-            target.__dict__.pop(name, None)
-    if target.__class__ is not source.__class__:
-        target.__class__ = source.__class__
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    names = {
-        "float32": "Float",
-        "float64": "Double",
-        "float16": "Half",
-        "int64": "Long",
-        "int32": "Int",
-        "int16": "Short",
-    }
-    names |= {"int8": "Char", "uint8": "Byte", "bool": "Bool", "bfloat16": "BFloat16"}
-    names |= {"complex64": "ComplexFloat", "complex128": "ComplexDouble"}
-    plain = str(dtype).removeprefix("torch.")
-    return names.get(plain, plain)

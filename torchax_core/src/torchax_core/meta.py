@@ -70,20 +70,18 @@ def _run_on_cpu(func: Any, positional: list[Any], keywords: dict[str, Any], erro
     total = sum(x.numel() for x in pytree.tree_leaves((positional, keywords)) if isinstance(x, torch.Tensor))
     if total > _CPU_ELEMENTS:
         raise error
-    made: dict[int, torch.Tensor] = {}
 
     def to_cpu(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            made[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
-            return made[id(x)]
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     positional, keywords = pytree.tree_map(to_cpu, (positional, keywords))
-    try:
-        out = func(*positional, **keywords)
-    except Exception as cpu_error:
-        raise cpu_error from None
-    return out
+    with torch.random.fork_rng(devices=[]):  # a call that turns out well must not move the user's generator
+        try:
+            return func(*positional, **keywords)
+        except Exception as cpu_error:
+            raise cpu_error from None
 
 
 def avals_of(outs: Any, count: int) -> list[Any]:

@@ -346,7 +346,7 @@ def _as_good(fn: Callable[..., Any], sample: SampleInput, actual: Any, expected:
     wide.input, wide.args, wide.kwargs = pytree.tree_map(widened, (sample.input, sample.args, sample.kwargs))
     try:
         exact = _tensors(_call(fn, wide, "cpu")[0])
-    except Exception:
+    except Exception:  # CPU torch does not take the sample in double precision: no reference, so the case stays failed
         return False
     ours, theirs = _tensors(actual), _tensors(expected)
     if len(exact) != len(theirs) or not any(x.dtype in _WIDER for x in theirs):

@@ -34,14 +34,22 @@ class DecliningKernel:
             self._following = self._make_following()
         return self._following
 
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    @property
+    def func(self) -> Any:
+        return self.kernel.func
+
+    def ask(self, call: Callable[[Any], Any]) -> Any:
+        """`call` with the override's kernel, or with the following one where the override declines."""
         if getattr(self._running, "now", False):
-            return self.following(args, kwargs)
+            return call(self.following)
         self._running.now = True
         try:
-            result = self.kernel(args, kwargs)
+            result = call(self.kernel)
         except Declined:
             result = NotImplemented
         finally:
             self._running.now = False
-        return self.following(args, kwargs) if result is NotImplemented else result
+        return call(self.following) if result is NotImplemented else result
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        return self.ask(lambda kernel: kernel(args, kwargs))

@@ -41,9 +41,9 @@ class Pack:
     name: str
     distribution: str
     target: str
+    point: Any = None
     module: Any = None
     error: str | None = None
-    imported: bool = False
     namespaces: tuple[str, ...] = ()
     ops: frozenset[str] = frozenset()
     functions: frozenset[str] = frozenset()
@@ -102,7 +102,7 @@ class PackHost:
                 for point in sorted(entry_points, key=lambda p: (p.name, p.value)):
                     dist = getattr(point, "dist", None)
                     label = f"{dist.name} {dist.version}" if dist is not None else "unknown distribution"
-                    pack = Pack(point.name, label, point.value, module=point)
+                    pack = Pack(point.name, label, point.value, point)
                     if point.name in packs and packs[point.name].target != point.value:
                         other = packs[point.name]
                         pack.name = f"{point.name}@{label.partition(' ')[0]}"
@@ -117,13 +117,12 @@ class PackHost:
 
     def _import(self, pack: Pack, config: Config) -> None:
         with self._lock:
-            if pack.error is not None or pack.imported:
+            if pack.error is not None or pack.module is not None:
                 if pack.error is not None and config.strict:
                     raise PackError(pack.error)
                 return
-            point = pack.module
             try:
-                module = point.load()
+                module = pack.point.load()
                 api = getattr(module, "TORCHAX_PACK_API", None)
                 if api != hookspecs.PACK_API:
                     raise PackError(
@@ -136,10 +135,9 @@ class PackHost:
                 self._manager.register(module, name=pack.name)
                 self._reject_unknown_hooks(module)
             except Exception as error:
-                self._leave_out(pack, point, error, config)
+                self._leave_out(pack, error, config)
                 return
             pack.module = module
-            pack.imported = True
             for call in self.on_import:
                 call(pack)
 
@@ -173,14 +171,14 @@ class PackHost:
                         )
                     check_signature(definition)
         except Exception as error:
-            self._leave_out(pack, pack.module, error, config)
+            self._leave_out(pack, error, config)
             return
         pack.sets = sets
         pack.definitions = definitions
         for call in self.on_load:
             call(pack)
 
-    def _leave_out(self, pack: Pack, module: Any, error: Exception, config: Config) -> None:
+    def _leave_out(self, pack: Pack, error: Exception, config: Config) -> None:
         """Roll back what the pack has registered, keep the reason, and report it once."""
         if self._manager.has_plugin(pack.name):
             self._manager.unregister(name=pack.name)

@@ -22,11 +22,11 @@ from torchax_core.kernel import (
     DirectKernel,
     LoweringKernel,
     ViewKernel,
-    WritingKernel,
-    become,
 )
 from torchax_core.opset import Definition, Origin, ViewDefinition
+from torchax_core.tensor import become
 from torchax_core.variants import Variant, op_name, variant_of
+from torchax_core.writing import WritingKernel
 
 __all__ = ["OpTable", "Source"]
 
@@ -105,25 +105,16 @@ class OpTable:
 
     # -- from an op to a kernel ------------------------------------------------------------------
 
-    def kernel(self, func: Any, override: Callable[[str], Definition | None]) -> Any:
-        """The kernel of a torch op, with `override(name)` asked before the packs. Raises OperatorNotFound."""
-        source, variant = self.resolve(func, override)
-        return make_kernel(func, source, variant)
-
-    def resolve(self, func: Any, override: Callable[[str], Definition | None]) -> tuple[Source, Variant | None]:
-        """The first source of the chain, and how the op follows from its functional twin, if it does."""
-        for found in self.chain(func, override):
-            return found
+    def kernel(self, func: Any) -> Any:
+        """The kernel of a torch op, by the first source of its chain. Raises OperatorNotFound."""
+        for source, variant in self.chain(func):
+            return make_kernel(func, source, variant)
         raise OperatorNotFound(self.not_found_message(func))
 
-    def chain(
-        self, func: Any, override: Callable[[str], Definition | None] = lambda name: None
-    ) -> Iterator[tuple[Source, Variant | None]]:
-        """Every way the op could run, best first."""
+    def chain(self, func: Any) -> Iterator[tuple[Source, Variant | None]]:
+        """Every way the op could run, best first, overrides apart; and how it follows from its functional twin, if it
+        does."""
         name = op_name(func)
-        definition = override(name)
-        if definition is not None:
-            yield Source("override", str(definition.origin), definition), None
         definition = self.definition(name)
         if definition is not None:
             yield Source("pack", str(definition.origin), definition), None
@@ -139,9 +130,9 @@ class OpTable:
         variant = variant_of(func) if func._schema.is_mutable else None
         if variant is not None:
             twin = op_name(variant.twin)
-            for level, found in (("override", override(twin)), ("pack", self.definition(twin))):
-                if found is not None:
-                    yield Source(level, str(found.origin), found, via=twin), variant
+            found = self.definition(twin)
+            if found is not None:
+                yield Source("pack", str(found.origin), found, via=twin), variant
             generic = _torch_definition(variant.twin)
             if generic is not None:
                 yield Source(generic[0], str(generic[1].origin), generic[1], via=twin), variant

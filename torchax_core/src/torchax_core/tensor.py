@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core.convert import array_from_torch, torch_from_array
+from torchax_core.convert import torch_from_array
 from torchax_core.dtypes import jax_dtype, torch_dtype
 from torchax_core.errors import LeakedTracerError
 from torchax_core.symbolic import control_flow_error
 
-__all__ = ["DEVICE", "Aval", "Storage", "Tensor", "contiguous_stride", "make_tensor", "wrap_array"]
+__all__ = ["DEVICE", "Aval", "Storage", "Tensor", "become", "contiguous_stride", "make_tensor", "wrap_array"]
 
 DEVICE_TYPE = "jax"
 # PrivateUse1 under its first name: device.py renames it to "jax", and this very object then prints as "jax:0".
@@ -179,8 +179,6 @@ class Tensor(torch.Tensor):
                 f"Attempted to set the data of a tensor on device {self.device} to one on device {value.device}; move it "
                 "first, with `.to('jax')`."
             )
-        from torchax_core.kernel import become
-
         become(self, value)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -321,7 +319,9 @@ def explained(error: Exception, func: Any) -> Any:
     return type(f"{type(error).__name__}: {error}", (), {})()
 
 
-_INTERNAL = frozenset({"_store", "_aval", "_path", "_offsets", "_cache", "_seen", "_is_param"})
+_OWN = ("_store", "_aval", "_path", "_offsets", "_cache", "_seen")
+"""The attributes that say what a Tensor or View is; all others are the user's, but for Parameter's mark."""
+_INTERNAL = frozenset({*_OWN, "_is_param"})
 
 
 def make_tensor(array: jax.Array, aval: Aval) -> Tensor:
@@ -345,6 +345,18 @@ def wrap_array(array: jax.Array) -> Tensor:
     return make_tensor(array, Aval.contiguous(array.shape, torch_dtype(array.dtype)))
 
 
+def become(target: Tensor, source: Tensor) -> None:
+    """Make `target` be what `source` is: geometry, dtype, storage. For resized `out=`, `set_`, `t_`, `.data =`."""
+    torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]
+    for name in _OWN:
+        if name in source.__dict__:
+            target.__dict__[name] = source.__dict__[name]
+        else:
+            target.__dict__.pop(name, None)
+    if target.__class__ is not source.__class__:
+        target.__class__ = source.__class__
+
+
 def describe(tensor: Tensor) -> str:
     """What torch prints for a tensor on this device; inside a trace, its aval and where it stands."""
     array = tensor._array()
@@ -365,16 +377,3 @@ def describe(tensor: Tensor) -> str:
     parts = [body, *suffixes, *([f"dtype={tail[:-1]}"] if dtype_mark else []), *suffixes_end]
     text = ", ".join(parts) + ")"
     return "Parameter containing:\n" + text if getattr(tensor, "_is_param", False) else text
-
-
-def tensor_from_torch(tensor: torch.Tensor) -> Tensor:
-    """A Tensor with a copy of a CPU tensor's values, dtype and strides; no gradient."""
-    array = array_from_torch(tensor)
-    if tensor.is_contiguous():
-        return make_tensor(array, Aval.contiguous(tuple(tensor.shape), tensor.dtype))
-    return make_tensor(array, Aval.of(tuple(tensor.shape), dense_stride(tensor), tensor.dtype))
-
-
-def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides torch's preserve_format gives a copy of `tensor`."""
-    return torch.empty_like(tensor, device="meta").stride()

@@ -24,6 +24,13 @@ def _x64(program: DifferentiableProgram) -> Any:
     return jax.enable_x64(True) if program.jit else contextlib.nullcontext()
 
 
+def _noted(tensors: Any) -> Any:
+    """`tensors`, made known to the trace under way, if there is one: they came about beside its kernels."""
+    if active.trace is not None:
+        active.trace.note(tensors)
+    return tensors
+
+
 def _is_inexact(array: Any) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
@@ -113,9 +120,7 @@ class _Call(torch.autograd.Function):
         ctx.shapes = [(r.shape, r.dtype) for r in results]
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        wrapped = tuple(program.wrap(i, r) for i, r in enumerate(results))
-        if active.trace is not None:
-            active.trace.note(wrapped)
+        wrapped = _noted(tuple(program.wrap(i, r) for i, r in enumerate(results)))
         ctx.mark_non_differentiable(*[w for w, r in zip(wrapped, results, strict=True) if not _is_inexact(r)])
         return wrapped
 
@@ -123,11 +128,7 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         tensors = ctx.saved_tensors  # raises torch's own error if one was written to meanwhile
         inexact = [i for i, (_, dtype) in enumerate(ctx.shapes) if jnp.issubdtype(dtype, jnp.inexact)]
-        if (
-            torch.is_grad_enabled()
-            and any(c is not None and c.requires_grad for c in cotangents)
-            or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        ):
+        if torch.is_grad_enabled():  # create_graph
             return (None, None, None, *_second_order(ctx, tensors, cotangents, inexact))
         _, backward = ctx.program.made_for(ctx.wanted)
         given = []
@@ -143,7 +144,7 @@ class _Call(torch.autograd.Function):
                     given.append(cotangent if cotangent.dtype == dtype else cotangent.astype(dtype))
         with _x64(ctx.program):
             gradients = backward(ctx.residuals, given)
-        return (None, None, None, *[wrap_array(g) for g in gradients])
+        return (None, None, None, *_noted([wrap_array(g) for g in gradients]))
 
 
 def _second_order(ctx: Any, tensors: Any, cotangents: Any, inexact: list[int]) -> list[Any]:
@@ -173,8 +174,5 @@ def differentiable_call(program: DifferentiableProgram, operands: Sequence[Any])
     if not torch.is_grad_enabled() or not wanted:
         with _x64(program):
             results = program.fn(*arrays)
-        wrapped = tuple(program.wrap(i, r) for i, r in enumerate(results))
-        if trace is not None:
-            trace.note(wrapped)
-        return wrapped
+        return _noted(tuple(program.wrap(i, r) for i, r in enumerate(results)))
     return _Call.apply(program, arrays, wanted, *[operands[i] for i in wanted])  # type: ignore[no-any-return]

@@ -1,0 +1,182 @@
+"""WritingKernel: in-place and out= ops, run through their functional twins (see variants.py)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torchax_core.convert import is_traced
+from torchax_core.dtypes import jax_dtype, type_name
+from torchax_core.errors import LoweringMismatchError
+from torchax_core.kernel import LoweringKernel
+from torchax_core.meta import NO_META, aval_of_meta, avals_of, run_on_meta
+from torchax_core.opset import Definition
+from torchax_core.templates import STATIC, leaves_of
+from torchax_core.tensor import Aval, Tensor, become, make_tensor
+from torchax_core.variants import Variant
+from torchax_core.view import View
+
+__all__ = ["WritingKernel"]
+
+
+class WritingKernel(LoweringKernel):
+    """Runs an in-place or out= op through its functional twin, and writes the results into the arguments."""
+
+    def __init__(self, func: Any, definition: Definition, variant: Variant) -> None:
+        super().__init__(func, definition, variant)
+        # add_, copy_, ...: one tensor is written, and returned
+        self.in_place = variant.written == ("self",) == variant.returns and str(self.arguments[0].type) == "Tensor"
+        self.positions = {a.name: i for i, a in enumerate(self.arguments)}
+        # an out= form computes in the dtype of its out where the twin takes a dtype and the call gives none: arange, sum
+        twin_names = {a.name for a in variant.twin._schema.arguments}
+        self.takes_dtype_of_out = bool(variant.outs) and "dtype" in twin_names & definition.parameters.keys()
+        if self.takes_dtype_of_out:
+            self.kinds_by_name.setdefault("dtype", STATIC)
+            self.accepted |= {"dtype"}
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        if self.in_place:
+            target = args[0]
+            if target.__class__ is View:
+                return self._write_through(target, args, kwargs)
+            if not isinstance(target, Tensor):
+                raise self._device_error(target, args, kwargs or {})
+            entry, arrays = self._enter(args, kwargs)
+            target._store.write(entry.run(*arrays))
+            return target
+        variant = self.variant
+        assert variant is not None
+        entry, arrays = self._enter(args, kwargs)
+        results = entry.run(*arrays)
+        if entry.single is not None:
+            results = (results,)
+        del arrays  # they would keep the old values alive while the new ones are written
+        fresh = self._wrap(results, entry.avals[: variant.fresh])
+        at = sum(len(a) if isinstance(a, list) else a is not None for a in entry.avals[: variant.fresh])
+        for name, aval in zip(variant.written, entry.avals[variant.fresh :], strict=True):
+            target = self._argument(name, args, kwargs)
+            if isinstance(aval, list):
+                for t in target:
+                    t._write(results[at])
+                    at += 1
+            elif aval is not None:
+                if name in variant.outs and target._aval is not aval and target._aval.shape != aval.shape:
+                    become(target, make_tensor(results[at], aval))
+                else:
+                    target._write(results[at])
+                at += 1
+        return self._returned(fresh, args, kwargs)
+
+    def _write_through(self, view: View, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """In place on a view: read, computed and written back to the base in one program, which takes the base over."""
+        view._cache = None  # so that the base is given, and not what was read of it
+        entry, arrays = self._enter(args, kwargs)
+        pair = entry.made.get(view._path)
+        if pair is None:
+            path, count = view._path, len(view._offsets)
+
+            def run(*arrays: jax.Array) -> jax.Array:
+                return path.write_inline(arrays[0], entry.body(*arrays), arrays[1 : 1 + count])
+
+            pair = entry.made[view._path] = (entry.compiled(run), entry.compiled(run, donate_argnums=(0,)))
+        store = view._store
+        # the storage, the list of arrays, getrefcount's argument: one more, and somebody relies on the base as it is
+        donate = sys.getrefcount(arrays[0]) <= 3 and not any(is_traced(a) for a in arrays)
+        store.write(pair[donate](*arrays))
+        return view
+
+    def _argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        if kwargs and name in kwargs:
+            return kwargs[name]
+        at = self.positions[name]
+        return args[at] if at < len(args) else None
+
+    def _returned(self, fresh: list[Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        returns = self.variant.returns  # type: ignore[union-attr]
+        if not returns:
+            return None
+        left = iter(fresh)
+        out = [next(left) if name is None else self._argument(name, args, kwargs) for name in returns]
+        return out[0] if len(out) == 1 else tuple(out)
+
+    def _result_avals(self, metas: dict[str, Any], kwargs: dict[str, Any]) -> list[Any] | None:
+        variant = self.variant
+        assert variant is not None
+        for name in variant.written:
+            for leaf in leaves_of([metas.get(name)]):
+                if leaf.numel() and any(n > 1 and step == 0 for n, step in zip(leaf.shape, leaf.stride(), strict=True)):
+                    raise RuntimeError(
+                        "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+                        "location. Please clone() the tensor before performing the operation."
+                    )
+        before = {n: _shapes(metas.get(n)) for n in variant.written}
+        outs = run_on_meta(self.func, self.arguments, metas)
+        fresh: list[Any] = []
+        if outs is not NO_META and variant.fresh:
+            results = outs if isinstance(outs, (tuple, list)) else (outs,)
+            kept = [r for r, name in zip(results, variant.returns, strict=True) if name is None]
+            fresh = avals_of(kept if len(kept) != 1 else kept[0], len(kept))
+        elif outs is NO_META or (not variant.outs and self._narrow_target(metas)):
+            twin_names = {a.name for a in variant.twin._schema.arguments}
+            again = run_on_meta(
+                variant.twin, variant.twin._schema.arguments, {n: v for n, v in metas.items() if n in twin_names}
+            )
+            if again is NO_META:
+                if variant.fresh:
+                    return None
+            else:
+                # torch's own meta of a decomposed in-place op may let a float result into an int target (an out= form has
+                # rules of its own: `sum` computes in the dtype of its out)
+                values = again if len(variant.twin._schema.returns) > 1 else (again,)
+                fresh = [aval_of_meta(value) for value in values[: variant.fresh]]
+                self._check_castable(values[variant.fresh :], metas)
+        written = []
+        for name in variant.written:
+            if name not in variant.outs and before[name] != _shapes(metas.get(name)):
+                raise LoweringMismatchError(f"{self.name} changed the shape of `{name}`, which an in-place op cannot.")
+            written.append(aval_of_meta(metas.get(name)))
+        return [*fresh, *written]
+
+    def _narrow_target(self, metas: dict[str, Any]) -> bool:
+        """Whether a written argument has a dtype that a float result cannot be cast to."""
+        targets = [metas.get(name) for name in self.variant.written]  # type: ignore[union-attr]
+        return any(isinstance(t, torch.Tensor) and not (t.is_floating_point() or t.is_complex()) for t in targets)
+
+    def _check_castable(self, values: Sequence[Any], metas: dict[str, Any]) -> None:
+        for name, value in zip(self.variant.written, values, strict=True):  # type: ignore[union-attr]
+            target = metas.get(name)
+            if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
+                if not torch.can_cast(value.dtype, target.dtype):
+                    raise RuntimeError(
+                        f"result type {type_name(value.dtype)} can't be cast to the desired output type "
+                        f"{type_name(target.dtype)}"
+                    )
+
+    def _checked(self, results: list[Any], avals: list[Aval | None]) -> list[Any]:
+        # an in-place op whose twin broadcasts (fill_, copy_) may give a smaller result than what it writes to
+        if len(results) == len(avals):
+            results = [
+                jnp.broadcast_to(r, a.shape) if r is not None and a is not None and jnp.ndim(r) == 0 else r
+                for r, a in zip(results, avals, strict=True)
+            ]
+        return super()._checked(results, avals)
+
+    def _body_call(self, bound: dict[str, Any], metas: dict[str, Any], draws: bool) -> Callable[..., Any]:
+        variant = self.variant
+        assert variant is not None
+        twin_names = {a.name for a in variant.twin._schema.arguments}
+        kept = {n: v for n, v in bound.items() if n in twin_names}
+        if self.takes_dtype_of_out and kept.get("dtype") is None:
+            kept["dtype"] = jax_dtype(metas[next(iter(variant.outs))].dtype)
+        return super()._body_call(kept, metas, draws)
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_shapes(v) for v in value]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
