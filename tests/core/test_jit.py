@@ -240,3 +240,15 @@ def test_lower_wants_a_call_first() -> None:
     assert weight.grad is None
     step()
     assert weight.grad.tolist() == [2, 2]
+
+
+def test_a_result_that_pytree_does_not_know_is_said_to_be_shared() -> None:
+    class Box:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    run = torchax_core.jit(lambda x: Box(x + 1))
+    with pytest.warns(UserWarning, match="type Box is unknown to torch's pytree"):
+        first = run(torch.zeros(2, device="jax"))
+    assert first.value.tolist() == [1, 1]
+    assert run(torch.ones(2, device="jax")) is first and first.value.tolist() == [2, 2]

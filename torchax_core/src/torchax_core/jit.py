@@ -20,6 +20,7 @@ import functools
 import gc
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -309,6 +310,13 @@ class _Program:
             elif isinstance(leaf, (jax.Array, jax.core.Tracer)):
                 self.results.append(_Result(out(leaf), None))
             else:
+                if not isinstance(leaf, (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+                    warnings.warn(
+                        f"jit({self.owner.name}): a result of type {type(leaf).__name__} is unknown to torch's pytree, so every "
+                        "call returns the object made while tracing, whose tensors hold the latest call's values. Return "
+                        "its tensors, or register the type with torch.utils._pytree.register_pytree_node.",
+                        stacklevel=2,
+                    )
                 self.results.append(leaf)
         flat = leaf = None
         self.wants_grad = wants_grad and not trace.backward_ran
