@@ -232,14 +232,29 @@ def test_tensors_kept_by_the_function_and_leaked_ones() -> None:
         leaked[0] + 1
 
 
-def test_lower_wants_a_call_first() -> None:
+def test_lower_runs_nothing() -> None:
     weight = torch.ones(2, device="jax", requires_grad=True)
-    step = torchax_core.jit(lambda: (weight**2).sum().backward())
-    with pytest.raises(RuntimeError, match="call the function with such arguments first"):
-        step.lower()
+    kept: list[torch.Tensor] = []
+
+    def backward() -> None:
+        (weight**2).sum().backward()
+        if not kept:
+            kept.append(weight.detach() + 1)
+
+    step = torchax_core.jit(backward)
+    assert "stablehlo" in step.lower().as_text()
     assert weight.grad is None
+    with pytest.raises(torchax_core.errors.LeakedTracerError):
+        kept[0] + 1
     step()
-    assert weight.grad.tolist() == [2, 2]
+    assert weight.grad.tolist() == [2, 2] and kept[0].tolist() == [2, 2]
+    assert len(step.compilations) == 1
+
+
+def test_lower_of_traced_arguments() -> None:
+    double = torchax_core.jit(lambda x: x * 2)
+    with pytest.raises(RuntimeError, match="Lower that transformed function"):
+        jax.jit(torchax_core.interop.jax_view(lambda x: double.lower(x)))(jax.numpy.ones(2))
 
 
 def test_a_result_that_pytree_does_not_know_is_said_to_be_shared() -> None:

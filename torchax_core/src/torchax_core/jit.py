@@ -86,19 +86,21 @@ class JittedFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The program for these arguments as jax's Lowered: `.as_text()`, `.compile().cost_analysis()`. Runs nothing.
 
-        Raises RuntimeError if the function has not been called with such arguments yet: tracing it makes state
-        (optimizers', gradients) that has no values until the program has run.
+        Tensors that the function makes and keeps have values once it has been called, not before.
+        Raises RuntimeError if an argument is traced already.
         Source: https://docs.jax.dev/en/latest/aot.html
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        program = self._program(leaves, spec, trace=False)
+        program = self._program(leaves, spec)
         if program is None:
-            raise RuntimeError(f"jit({self.name}).lower: call the function with such arguments first, then lower it.")
+            raise RuntimeError(
+                f"jit({self.name}).lower: an argument is traced by a jax transformation. Lower that transformed function "
+                "instead: `jax.jit(f).lower(...)`."
+            )
         return program.lower(leaves)
 
-    def _program(self, leaves: list[Any], spec: Any, *, trace: bool = True) -> _Program | None:
-        """The program for these arguments, traced if there is none yet; None if an argument is traced already, or if
-        there is none and `trace` is False."""
+    def _program(self, leaves: list[Any], spec: Any) -> _Program | None:
+        """The program for these arguments, traced if there is none yet; None if an argument is traced already."""
         environment = current_env()
         key: list[Any] = [spec, environment, environment.version, *_torch_state()]
         stores: dict[int, int] = {}
@@ -126,8 +128,6 @@ class JittedFunction:
             failed = program.failed_guard(leaves)
             if not failed:
                 return program
-        if not trace:
-            return None
         program = self._compile(signature, leaves, spec, environment, failed)
         programs.insert(0, program)
         return program
