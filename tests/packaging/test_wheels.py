@@ -1,5 +1,6 @@
 """Each distribution as a user gets it: a wheel, in an environment that has nothing else of ours."""
 
+import json
 import tomllib
 import zipfile
 
@@ -59,25 +60,31 @@ def test_core_and_aten_run_and_are_found(make_site, wheels):
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
 
 
-def test_each_pack_is_found_with_core_alone(make_site, wheels, pack):
-    site = make_site(wheels["torchax-core"], wheels[pack])
-    done = site.run("torchax", "packs", "--json")
+def test_each_pack_is_found_with_core_alone(fork, pack):
+    done = fork.torchax("packs --json", "torchax-core", pack)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = site.python_json("""
+    ((name, distribution),) = fork.json(
+        """
         import json, importlib.metadata
         print(json.dumps([[p.name, p.dist.name] for p in importlib.metadata.entry_points(group="torchax.op_packs")]))
-    """)
-    assert [distribution for _, distribution in rows] == [pack]
-    assert f'"pack": "{rows[0][0]}"' in done.stdout
+        """,
+        "torchax-core",
+        pack,
+    )
+    (row,) = json.loads(done.stdout)
+    assert distribution == pack and row["pack"] == name and row["distribution"].startswith(f"{pack} ")
 
 
-def test_importing_the_core_imports_no_pack(make_site, wheels):
-    site = make_site(wheels["torchax-core"], wheels["torchax-ops-aten"])
-    loaded = site.python_json("""
+def test_importing_the_core_imports_no_pack(fork):
+    loaded = fork.json(
+        """
         import json, sys, os
         before = dict(os.environ)
         import torch, torchax_core
         found = [name for name in sys.modules if name.startswith("torchax_ops")]
         print(json.dumps([found, dict(os.environ) == before]))
-    """)
+        """,
+        "torchax-core",
+        "torchax-ops-aten",
+    )
     assert loaded == [[], True]

@@ -476,14 +476,26 @@ def _after_load(pack: Any) -> None:
         functions.refresh()
 
 
-def _after_import(pack: Any) -> None:
-    """Composite ops a pack names among its constants are caught before its families are imported: C++ would decompose
-    them, and the pack would never be asked."""
+def _after_known(pack: Any) -> None:
+    """Composite ops a pack names among its constants are caught before it is imported: C++ would decompose them, and the
+    pack would never be asked."""
     for name in pack.ops:
         func = find_op(name)
         if func is not None:
             composite.keep_whole(func)
 
 
+def _after_change() -> None:
+    """Every environment looks at the packs afresh, and functions compiled by torchax_core.jit are compiled anew."""
+    Environment._everywhere.version += 1
+    for reference in list(Environment._all):
+        environment = reference()
+        if environment is not None:
+            environment._table.forget()
+    _all_changed()
+    functions.refresh()
+
+
 host().on_load.append(_after_load)
-host().on_import.append(_after_import)
+host().on_known.append(_after_known)
+host().on_change.append(_after_change)

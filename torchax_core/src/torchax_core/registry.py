@@ -71,6 +71,11 @@ class OpTable:
             self._active = self.host.packs(self.config)
         return self._active
 
+    def forget(self) -> None:
+        """Look at the packs afresh from now on: one has come, or is to be asked anew."""
+        self._active = None
+        self._loaded = False
+
     def load(self) -> None:
         """Load the packs that serve aten, so that the composite ops they keep whole are caught from the first call on."""
         if not self._loaded:
