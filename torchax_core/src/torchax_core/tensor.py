@@ -10,6 +10,7 @@ import copy
 import itertools
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -119,6 +120,15 @@ class Storage:
         self.version = next(_tick)
 
 
+class _Flatten:
+    """`__tensor_flatten__`, which tensors marked `_plain` have not: torch asks with `hasattr`."""
+
+    def __get__(self, tensor: Tensor | None, owner: type) -> Callable[..., tuple[list[str], Any]]:
+        if tensor is not None and "_plain" in tensor.__dict__:
+            raise AttributeError("__tensor_flatten__")
+        return lambda *_: (["_carrier"], None)
+
+
 class Tensor(torch.Tensor):
     """A torch.Tensor on device "jax". Made by torch functions with `device="jax"`, by `.to("jax")`, or by
     :func:`torchax_core.tensor` from a jax array.
@@ -128,6 +138,7 @@ class Tensor(torch.Tensor):
 
     _store: Storage
     _aval: Aval
+    _plain: bool  # set on gradients on their way into a compiled backward
 
     # Nothing is caught above aten unless a pack or an override asks for it (functions.py puts a handler here then):
     # C++ checks for this very object and goes straight on.
@@ -274,10 +285,9 @@ class Tensor(torch.Tensor):
                 setattr(new, name, copy.deepcopy(value, memo))
         return new
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        # torch takes a subclass that has this pair for a "traceable wrapper", and `Module.to` then swaps tensors in place:
-        # tied weights stay tied and optimizers made before the move see the moved parameters.
-        return ["_carrier"], None
+    # torch takes a subclass that has this pair for a "traceable wrapper", and `Module.to` then swaps tensors in place: tied
+    # weights stay tied and optimizers made before the move see the moved parameters.
+    __tensor_flatten__ = _Flatten()
 
     @property
     def _carrier(self) -> torch.Tensor:
@@ -285,7 +295,17 @@ class Tensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> torch.Tensor:
-        return inner["_carrier"]
+        # The stand-in that dynamo and export trace with: no wrapper, but a fake tensor of this device.
+        return inner["_carrier"].new_empty_strided(size, stride)
+
+    def __coerce_same_metadata_as_tangent__(self, metadata: Any, kind: type | None = None) -> Tensor | None:
+        # AOTAutograd's backward was traced with plain stand-ins, and so wants gradients that are no traceable wrappers.
+        if kind is not torch.Tensor:
+            return None
+        array = self._array()
+        tangent = make_tensor(array, Aval.contiguous(array.shape, self.dtype))
+        tangent._plain = True
+        return tangent
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         if self.requires_grad:
@@ -321,7 +341,7 @@ def explained(error: Exception, func: Any) -> Any:
 
 _OWN = ("_store", "_aval", "_path", "_offsets", "_cache", "_seen")
 """The attributes that say what a Tensor or View is; all others are the user's, but for Parameter's mark."""
-_INTERNAL = frozenset({*_OWN, "_is_param"})
+_INTERNAL = frozenset({*_OWN, "_is_param", "_plain"})
 
 
 def make_tensor(array: jax.Array, aval: Aval) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from torchax_core.convert import is_traced
 from torchax_core.errors import ViewWriteError
@@ -138,6 +139,11 @@ class View(Tensor):
     _offsets: tuple[int, ...]
     _cache: jax.Array | None
     _seen: int
+
+    def _is_view(self) -> bool:
+        # The stand-ins that dynamo makes of a base and its views cannot be views of each other; what arguments share is
+        # looked at when the compiled function runs.
+        return torch._guards.TracingContext.try_get() is None and super()._is_view()
 
     def _is_read(self) -> bool:
         return self._seen == self._store.version and self._cache is not None

@@ -1,0 +1,246 @@
+"""`torch.compile(backend="torchax")`: the graphs that dynamo finds, forward and backward, each as one XLA program.
+
+torch finds this module through the entry-point group `torch_dynamo_backends`; nothing imports it before that. See
+docs/compile.md. A graph is taken through AOTAutograd when it is first called, once per environment version and argument
+shapes: definitions and overrides in force then are those of the program.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import numpy as np
+import torch
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchax_core  # noqa: F401 - the device; this module may be the first of the package that is imported
+from torchax_core import log
+from torchax_core.convert import array_from_torch, torch_from_array
+from torchax_core.environment import current_env
+from torchax_core.tensor import DEVICE, Aval, Tensor, active, make_tensor
+from torchax_core.trace import Trace, promote_placeholders
+
+__all__ = ["backend"]
+
+_KEPT = 16  # compiled variants of one graph, before the oldest is let go
+
+
+def backend(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """The backend: what `torch.compile(model, backend="torchax")` calls with each graph.
+
+    graph, example_inputs: as dynamo hands them out.
+    options: `mode` is taken and has no effect, XLA having one. Raises ValueError for others.
+    Source: https://docs.pytorch.org/docs/stable/torch.compiler_custom_backends.html
+    """
+    unknown = sorted(set(options) - {"mode"})
+    if unknown:
+        raise ValueError(
+            f'torch.compile(backend="torchax") takes no {unknown[0]!r}; XLA\'s own settings are environment variables '
+            "(XLA_FLAGS) or `jax.config`. Leave it out."
+        )
+    return CompiledGraph(graph)
+
+
+class CompiledGraph:
+    """A graph of dynamo's as a callable, compiled for the environment and the shapes it is called with."""
+
+    def __init__(self, graph: torch.fx.GraphModule) -> None:
+        self.graph = graph
+        self._made: collections.OrderedDict[Any, Callable[..., Any]] = collections.OrderedDict()
+
+    def __call__(self, *args: Any) -> Any:
+        environment = current_env()
+        key = (
+            environment,
+            environment.version,
+            torch.is_grad_enabled(),
+            tuple([_signature(a) for a in args]),
+        )
+        compiled = self._made.get(key)
+        if compiled is None:
+            compiled = self._made[key] = self._make(args)
+            if len(self._made) > _KEPT:
+                self._made.popitem(last=False)
+        return compiled(*args)
+
+    def _make(self, args: Sequence[Any]) -> Callable[..., Any]:
+        mode = FakeTensorMode()
+        with tracing(TracingContext(mode)):
+            fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
+            return aot_module_simplified(
+                self.graph,
+                fakes,
+                fw_compiler=lambda graph, _: GraphProgram(graph, "forward"),
+                bw_compiler=lambda graph, _: GraphProgram(graph, "backward"),
+                inference_compiler=lambda graph, _: GraphProgram(graph, "forward"),
+                partition_fn=min_cut_rematerialization_partition,
+                keep_inference_input_mutations=True,
+            )
+
+
+def _signature(a: Any) -> Any:
+    if isinstance(a, Tensor):
+        return (a._aval, a.requires_grad)
+    if isinstance(a, torch.Tensor):
+        return (a.shape, a.stride(), a.dtype, a.device, a.requires_grad)
+    return a.__class__, a
+
+
+class GraphProgram:
+    """A graph of aten ops, as AOTAutograd makes them, as an XLA program."""
+
+    _boxed_call = True  # called with one list, which it empties
+
+    def __init__(self, graph: torch.fx.GraphModule, name: str) -> None:
+        self.graph = graph
+        self.name = name
+        self.made: dict[Any, _Program] = {}
+        _onto_device(graph)
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        inputs = list(args)
+        args.clear()
+        environment = current_env()
+        key = (environment, environment.version, torch.get_float32_matmul_precision())
+        program = self.made.get(key)
+        if program is None:
+            self.made.clear()
+            program = self.made[key] = _Program(self.graph, self.name, inputs, environment)
+        return program.run(inputs)
+
+
+def _onto_device(graph: torch.fx.GraphModule) -> None:
+    """Let the graph compute on device "jax" whatever it says: results are put where they belong when it has run."""
+    for module in graph.modules():
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            node.args = torch.fx.node.map_aggregate(node.args, _device_of_constant)
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, _device_of_constant)
+        module.recompile()
+
+
+def _device_of_constant(value: Any) -> Any:
+    return DEVICE if isinstance(value, torch.device) else value
+
+
+class _Program:
+    """One traced and compiled graph."""
+
+    def __init__(self, graph: torch.fx.GraphModule, name: str, inputs: list[Any], environment: Any) -> None:
+        self.environment = environment
+        self.places = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]
+        output = next(n for n in graph.graph.nodes if n.op == "output")
+        placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        numbers = {node: i for i, node in enumerate(placeholders)}
+        start = time.perf_counter()
+        arrays = self._arrays(inputs)
+        random = environment.random
+        returned = output.args[0]
+
+        def traced(key: Any, count: Any, *tracers: Any) -> list[Any]:
+            trace = self.trace = Trace(environment, key, count)
+            inner = list(inputs)
+            given: dict[int, tuple[Tensor, Any]] = {}
+            for place, tracer in zip(self.places, tracers, strict=True):
+                a = inputs[place]
+                aval = a._aval if isinstance(a, Tensor) else Aval.of(tuple(a.shape), a.stride(), a.dtype)
+                tensor = inner[place] = make_tensor(tracer, aval)
+                given[place] = (tensor, tracer)
+            before = (active.trace, active.kernels)
+            active.trace = trace
+            active.kernels = trace.kernels(environment)
+            try:
+                with torch.no_grad():
+                    results = graph(*inner)
+                return self._collect(trace, results, returned, numbers, given)
+            finally:
+                active.trace, active.kernels = before
+                trace.restore()
+
+        jaxpr = jax.make_jaxpr(traced)(random.key, np.uint32(0), *arrays)
+        trace = self.trace
+        del self.trace
+        self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
+        self.draws = trace.draws
+        by_index = sorted(trace.lifted.values(), key=lambda entry: trace.bound[id(entry.tracer)])
+        self.captured = [entry.store for entry in by_index]
+        run = jec.jaxpr_as_fun(self.jaxpr)
+        run.__name__ = f"compiled_{name}"
+        self.compiled = jax.jit(run)
+        if log.recompiles:
+            log.logger.info("torch.compile %s: traced (%.2f s)", name, time.perf_counter() - start)
+
+    def _collect(self, trace: Trace, results: Any, returned: Any, numbers: Any, given: Any) -> list[Any]:
+        outputs: list[Any] = []
+        places: dict[int, int] = {}
+
+        def out(array: Any) -> int:
+            if id(array) not in places:
+                places[id(array)] = len(outputs)
+                outputs.append(array)
+            return places[id(array)]
+
+        self.results: list[Any] = []
+        for node, value in zip(returned, results, strict=True):
+            if not isinstance(value, torch.Tensor):
+                self.results.append(("value", value))
+            elif node in numbers:
+                self.results.append(("input", numbers[node]))
+            else:
+                fake = node.meta.get("val")
+                aval = value._aval
+                if isinstance(fake, torch.Tensor):
+                    aval = Aval.of(aval.shape, _dense_stride(fake), aval.dtype)
+                cpu = isinstance(fake, torch.Tensor) and fake.device.type == "cpu"
+                trace.lift(value)
+                self.results.append(("cpu" if cpu else "output", (out(value._array()), aval)))
+        self.writes = [
+            (place, out(t._store.array)) for place, (t, tracer) in given.items() if t._store.array is not tracer
+        ]
+        return outputs
+
+    def _arrays(self, inputs: list[Any]) -> list[Any]:
+        return [
+            a._array() if isinstance(a, Tensor) else array_from_torch(a)
+            for a in [inputs[place] for place in self.places]
+        ]
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """Run on these inputs."""
+        random = self.environment.random
+        arrays = self._arrays(inputs)
+        count = np.uint32(random.count & 0xFFFF_FFFF)
+        with jax.enable_x64(True):
+            outputs = self.compiled(random.key, count, *arrays, *[store.array for store in self.captured])
+        random.count += self.draws
+        for place, at in self.writes:
+            a = inputs[place]
+            if isinstance(a, Tensor):
+                a._write(outputs[at])
+            else:
+                a.copy_(torch_from_array(outputs[at]))
+        results: list[Any] = []
+        for kind, what in self.results:
+            if kind == "input":
+                results.append(inputs[what])
+            elif kind == "output":
+                results.append(make_tensor(outputs[what[0]], what[1]))
+            elif kind == "cpu":
+                results.append(torch_from_array(outputs[what[0]]))
+            else:
+                results.append(what)
+        return results
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a result of this geometry in memory of its own."""
+    return tuple(torch.empty_like(tensor, device="meta").stride())
