@@ -1,10 +1,13 @@
 """cli.py: the command `torchax`, run as a user runs it, and in process where that says as much."""
 
+import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -13,8 +16,10 @@ from typer.testing import CliRunner
 
 import torchax_core
 from torchax_core import cli, packs
-from torchax_core.errors import OpNameError, PackWarning, UnknownPackError
+from torchax_core.errors import OpNameError, PackNameError, PackWarning, UnknownPackError
+from torchax_core.newpack import Names, new_pack
 
+ROOT = Path(__file__).parents[2]
 PACKS = torchax_core.default_env().packs  # found before a test puts other packs in their place
 
 
@@ -147,9 +152,86 @@ def test_doctor():
 
 
 def test_doctor_finds_unmet_requirements(monkeypatch):
-    monkeypatch.setattr(cli.importlib.metadata, "requires", lambda name: ["torch>=99", "nosuchthing"])
-    problems = cli._unmet("torchax-core")
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch>=99", "nosuchthing"])
+    problems = importlib.import_module("torchax_core.cli.doctor")._unmet("torchax-core")
     assert "torchax-core needs torch>=99, but " in problems[0] and "not installed" in problems[1]
+
+
+def test_doctor_looks_at_the_compilation_cache(monkeypatch, tmp_path):
+    (tmp_path / "program").write_bytes(b"x" * 2**20)
+    monkeypatch.setenv("TORCHAX_CACHE", str(tmp_path))
+    assert f"ok   compilation cache: {tmp_path}: 1 files, 1.0 MiB" in invoke("doctor")[0]
+    monkeypatch.setenv("TORCHAX_CACHE", str(tmp_path / "program"))
+    text, code = invoke("doctor")
+    assert code == 1 and "FAIL compilation cache: RuntimeError: TORCHAX_CACHE=" in text
+
+
+# -- new-pack ----------------------------------------------------------------------------------------------------------
+
+
+def contents(folder):
+    """Every file of a folder that is not made by running it, by path."""
+    made = re.compile(r"__pycache__|\.egg-info|\.pytest_cache|^build/|^dist/")
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_text() for name, path in paths.items() if not made.search(name)}
+
+
+def test_the_example_pack_is_what_new_pack_writes(tmp_path):
+    text, code = invoke("new-pack", "example_pack", "--into", str(tmp_path))
+    assert code == 0 and "python -m pytest" in text
+    written = contents(tmp_path / "example_pack")
+    assert written == contents(ROOT / "plugins" / "example_pack"), "run `torchax new-pack example_pack` again"
+    assert {str(tmp_path / "example_pack" / name) for name in written} <= set(text.splitlines())
+
+
+def test_new_pack_in_json(tmp_path):
+    found = json.loads(invoke("new-pack", "My.First-Pack", "--into", str(tmp_path), "--json")[0])
+    folder = Path(found["folder"])
+    assert folder == tmp_path / "My.First-Pack"
+    assert sorted(found["files"]) == sorted(str(folder / name) for name in contents(folder))
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "my-first-pack"
+    assert project["entry-points"]["torchax.op_packs"] == {"my_first_pack": "my_first_pack.pack"}
+    assert not [text for text in contents(folder).values() if "<<" in text or "example" in text]
+
+
+@pytest.mark.parametrize("name", ["2d", "-x", "my pack", "", "class", "a/b", "../a", "json", "torch", "pytest"])
+def test_a_name_that_will_not_do(tmp_path, name):
+    with pytest.raises(PackNameError, match="letters|is there already"):
+        new_pack(name, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_left_alone(tmp_path):
+    (tmp_path / "demo").mkdir()
+    done = run("new-pack", "demo", "--into", str(tmp_path), "--json")
+    assert done.returncode == 2 and "is there already" in done.stderr
+    assert json.loads(done.stdout)["error"] == "PackNameError"
+    assert not list((tmp_path / "demo").iterdir())
+
+
+def test_names_of_a_pack():
+    assert Names.of("Wave-ops") == Names("wave-ops", "wave_ops", torchax_core.__version__)
+
+
+# -- as a whole --------------------------------------------------------------------------------------------------------
+
+
+def test_colours_only_on_a_terminal():
+    done = run("packs", TERM="xterm-256color")
+    assert done.returncode == 0 and "aten" in done.stdout and "\x1b" not in done.stdout + done.stderr
+
+
+def test_completion():
+    done = run(_TORCHAX_COMPLETE="complete_bash", COMP_WORDS="torchax ", COMP_CWORD="1")
+    assert {"packs", "ops", "explain", "doctor", "new-pack"} <= set(done.stdout.split())
+
+
+def test_every_command_has_json_and_a_line_in_the_docstring():
+    for command in cli.app.registered_commands:
+        name = command.name or command.callback.__name__.replace("_", "-")
+        assert "--json" in invoke(name, "--help")[0], name
+        assert f"torchax {name} " in cli.__doc__, name
 
 
 def test_help_documents_the_exit_codes():

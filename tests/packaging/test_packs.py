@@ -276,3 +276,11 @@ def test_two_distributions_with_one_name(fork, folder_of_packs):
     rows = json.loads(fork.torchax("packs --json", CORE, folder_of_packs).stdout)
     assert [row["definitions"] for row in rows if not row["error"]] == [1]
     assert any("both name a pack 'mine'" in (row["error"] or "") for row in rows)
+
+
+def test_two_distributions_with_one_module(fork, folder_of_packs):
+    folder_of_packs.add_pack("old-name", GOOD.format(name="old_name", value=1))
+    folder_of_packs.add_info("new-name", "new_name = old_name")
+    rows = json.loads(fork.torchax("packs --json", CORE, folder_of_packs).stdout)
+    assert [row["definitions"] for row in rows if not row["error"]] == [1]
+    assert any("old-name 1.0, both offer 'old_name'" in (row["error"] or "") for row in rows)

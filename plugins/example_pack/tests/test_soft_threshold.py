@@ -1,4 +1,4 @@
-"""Run with the pack installed: `pip install -e . && python -m pytest tests`."""
+"""`python -m pytest`, with the pack installed or not."""
 
 import pytest
 import torch

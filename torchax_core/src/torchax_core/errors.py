@@ -16,6 +16,7 @@ __all__ = [
     "OpNameError",
     "OperatorNotFound",
     "PackError",
+    "PackNameError",
     "PackWarning",
     "ShapeError",
     "SignatureError",
@@ -55,6 +56,10 @@ class ShapeError(TorchaxError, RuntimeError):
 
 class PackError(TorchaxError, RuntimeError):
     """A pack could not be loaded. Names distribution, version, file and line; raised only if TORCHAX_STRICT=1."""
+
+
+class PackNameError(TorchaxError, ValueError):
+    """A new pack cannot be called so, or is there already. Says what a name must be like."""
 
 
 class PackWarning(UserWarning):

@@ -23,7 +23,7 @@ import pluggy
 
 from torchax_core import hookspecs
 from torchax_core.config import Config
-from torchax_core.errors import PackError, PackWarning, UnknownPackError
+from torchax_core.errors import PackError, PackNameError, PackWarning, UnknownPackError
 from torchax_core.manifest import CONSTANTS, Manifest, read_manifest
 from torchax_core.opset import Definition, OpSet
 from torchax_core.signatures import check_signature
@@ -91,12 +91,12 @@ class PackHost:
     def offer(self, name: str, target: str) -> None:
         """Add a pack that no entry point names: one under development, not installed yet.
 
-        target: its pack module ("my_pack.pack"), which must be importable. Raises PackError if the name is taken.
+        target: its pack module ("my_pack.pack"), which must be importable. Raises PackNameError if the name is taken.
         """
         with self._lock:
             found = self._discovered()
             if name in found:
-                raise PackError(
+                raise PackNameError(
                     f"a pack {name!r} is there already: {found[name].distribution}, {found[name].target}. To have it asked "
                     "anew, use `reload`."
                 )
@@ -189,12 +189,13 @@ class PackHost:
                 for point in sorted(entry_points, key=lambda p: (p.name, p.value)):
                     label = _distribution(point)
                     pack = Pack(point.name, label, point.value, point)
-                    if point.name in packs and packs[point.name].target != point.value:
-                        other = packs[point.name]
+                    other = packs.get(point.name) or next((p for p in packs.values() if p.target == point.value), None)
+                    if other is not None and (other.name, other.target) != (point.name, point.value):
+                        what = f"name a pack {point.name!r}" if other.name == point.name else f"offer {point.value!r}"
                         pack.name = f"{point.name}@{label.partition(' ')[0]}"
                         pack.error = (
-                            f"two distributions, {other.distribution} and {label}, both name a pack {point.name!r}; the "
-                            f"first is used. Uninstall one of them."
+                            f"two distributions, {other.distribution} and {label}, both {what}; the first is used. "
+                            "Uninstall one of them."
                         )
                         self._report(pack, strict=False)
                     packs.setdefault(pack.name, pack)
