@@ -4,10 +4,14 @@ that a pack or an override defines is caught before that, on the AutogradPrivate
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from torchax_core import log
@@ -19,11 +23,22 @@ from torchax_core.variants import op_name
 from torchax_core.view import View
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
 
-__all__ = ["keep_whole"]
+__all__ = ["capturing", "keep_whole"]
 
+_len_modes = torch._C._len_torch_dispatch_stack
 _libraries: dict[str, torch.library.Library] = {}
 _kept: set[str] = set()
 _lock = threading.Lock()
+
+
+class Capturing(threading.local):
+    """Set while a graph is made from torch code, with stand-ins for its tensors: what then becomes of a call that we
+    catch. Unset, stand-ins of anybody's are handed to torch's own decomposition."""
+
+    call: Callable[[Any, Any, Any, Any], Any] | None = None
+
+
+capturing = Capturing()
 
 
 def keep_whole(func: Any) -> None:
@@ -37,6 +52,8 @@ def keep_whole(func: Any) -> None:
         if library is None:
             library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")  # noqa: TOR901
 
+        decompose = _decompose(func)
+
         def caught(*args: Any, **kwargs: Any) -> Any:
             if active.kernels is None:
                 resolve_active()
@@ -44,13 +61,16 @@ def keep_whole(func: Any) -> None:
             kernel = environment._kernels.get(func)
             if kernel is None:
                 kernel = environment._kernel(func)
+            if _len_modes() and _any_stand_in(args, kwargs):
+                graph = capturing.call
+                return decompose(*args, **kwargs) if graph is None else graph(kernel, func, args, kwargs)
             if trace is None:
                 if log.ops:
-                    return log.timed(func, args, kwargs, lambda: _run(kernel, func, args, kwargs))
-                return _run(kernel, func, args, kwargs)
+                    return log.timed(func, args, kwargs, lambda: _run(kernel, decompose, args, kwargs))
+                return _run(kernel, decompose, args, kwargs)
             trace.lift_all(args)
             trace.lift_all(kwargs.values())
-            result = _run(kernel, func, args, kwargs)
+            result = _run(kernel, decompose, args, kwargs)
             trace.note(result)
             return result
 
@@ -58,18 +78,33 @@ def keep_whole(func: Any) -> None:
         _kept.add(name)
 
 
-def _run(kernel: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _any_stand_in(args: Any, kwargs: Any) -> bool:
+    """Whether a tensor among the arguments is a fake or functional one, which stand for ours while a graph is made."""
+    return any(
+        isinstance(leaf, (FakeTensor, FunctionalTensor)) or torch._C._functorch.is_functionaltensor(leaf)
+        for leaf in pytree.tree_leaves((args, kwargs))
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def _decompose(func: Any) -> Callable[..., Any]:
+    """torch's own decomposition of the op: `func.decompose`, without looking for it at every call."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return func.decompose if composite in func.py_kernels else functools.partial(func._op_dk, composite)
+
+
+def _run(kernel: Any, decompose: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if isinstance(kernel, DecliningKernel):
-        return kernel.ask(lambda asked: _run(asked, func, args, kwargs))
+        return kernel.ask(lambda asked: _run(asked, decompose, args, kwargs))
     definition = getattr(kernel, "definition", None)
     if definition is None or definition.origin.pack == "torch":
-        return func.decompose(*args, **kwargs)
+        return decompose(*args, **kwargs)
     if isinstance(kernel, DirectKernel):
         return kernel(args, kwargs)
     if not torch.is_grad_enabled() or not _any_requires_grad(args) and not _any_requires_grad(kwargs.values()):
         return kernel(args, kwargs)
     if definition.composite_grad == "decompose" or not isinstance(kernel, LoweringKernel):
-        return func.decompose(*args, **kwargs)
+        return decompose(*args, **kwargs)
     return differentiable_kernel(kernel, args, kwargs)
 
 
@@ -89,39 +124,45 @@ def _any_requires_grad(values: Any) -> bool:
 
 def differentiable_kernel(kernel: LoweringKernel, args: Any, kwargs: Any) -> Any:
     """Run a lowering with gradients by jax.vjp of its body."""
-    for value in pytree.tree_leaves((args, kwargs)):
-        if isinstance(value, View):
-            value._array()  # one array per tensor from here on: gradients are with respect to the views
+    tensors = _flat_operands(kernel, args, kwargs)
     entry, arrays = kernel._enter(args, kwargs)
     program = entry.made.get("program")
-    avals = [a for group in entry.avals for a in (group if isinstance(group, list) else [group]) if a is not None]
     if program is None:
         body = entry.body
-        single = entry.single is not None
-        program = DifferentiableProgram(
-            (lambda *xs: (body(*xs),)) if single else body, wrap=lambda i, array: make_tensor(array, avals[i])
+        avals = [a for group in entry.avals for a in (group if isinstance(group, list) else [group]) if a is not None]
+        program = entry.made["program"] = DifferentiableProgram(
+            body if entry.single is None else lambda *xs: (body(*xs),),
+            wrap=lambda i, array: make_tensor(array, avals[i]),
         )
-        entry.made["program"] = program
-    operands: list[Any] = list(arrays)
-    for i, tensor in enumerate(_flat_operands(kernel, args, kwargs)):
+    for i, tensor in enumerate(tensors):
         if tensor is not None:
-            operands[i] = tensor
-    results = list(differentiable_call(program, operands))
+            arrays[i] = tensor
+    results = differentiable_call(program, arrays)
+    if entry.single is not None:
+        return results[0]
+    left = iter(results)
     out: list[Any] = []
     for group in entry.avals:
         if isinstance(group, list):
-            out.append([results.pop(0) for _ in group])
+            out.append([next(left) for _ in group])
         else:
-            out.append(None if group is None else results.pop(0))
+            out.append(None if group is None else next(left))
     return entry.structure(out)
 
 
 def _flat_operands(kernel: LoweringKernel, args: Any, kwargs: Any) -> list[Any]:
-    """The Tensors of a call, one per array of its flat list, in the kernel's order; None for numbers."""
+    """The Tensors of a call, one per array of its flat list, in the kernel's order; None for numbers.
+
+    Views are read: one array per tensor from here on, since gradients are with respect to the views.
+    """
     flat: list[Any] = []
 
     def visit(value: Any, kind: str) -> None:
-        if isinstance(value, torch.Tensor):
+        if value.__class__ is Tensor:
+            flat.append(value)
+        elif isinstance(value, torch.Tensor):
+            if isinstance(value, View):
+                value._array()
             flat.append(value if isinstance(value, Tensor) else None)
         elif value is None or kind in ("static", "generator"):
             return

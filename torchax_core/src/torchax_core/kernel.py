@@ -29,6 +29,7 @@ from torchax_core.errors import (
     LoweringMismatchError,
     OperatorNotFound,
 )
+from torchax_core.forms import MISS, Form, form_of
 from torchax_core.meta import NO_META, aval_of_meta, avals_of, meta_of, run_on_meta
 from torchax_core.opset import Definition, ViewDefinition
 from torchax_core.overrides import Declined
@@ -57,15 +58,18 @@ from torchax_core.variants import Variant, op_name
 from torchax_core.view import ROOT, View, make_view
 
 __all__ = [
+    "FORMS",
     "CaseKernel",
     "DataDependentKernel",
     "DirectKernel",
     "LoweringKernel",
     "ViewKernel",
     "arrays_of",
+    "wrap_results",
 ]
 
 _WIDE = frozenset({torch.float64, torch.int64, torch.complex128, torch.uint64})
+FORMS = 6  # of calls, per op, that have a function of their own
 _PLAIN_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INTEGERS_ONLY = frozenset(
     {
@@ -95,6 +99,12 @@ def _scan_view(view: View, key: list[Any], arrays: list[Any]) -> None:
         arrays.extend(view._offsets)
 
 
+def _settled(args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+    """Whether a call has a floating tensor, so that torch's default dtype has no say in its result."""
+    values = [*args, *kwargs.values()] if kwargs else args
+    return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in leaves_of(values))
+
+
 class _WrongDevice(Exception):
     """A tensor among the arguments that is on another device."""
 
@@ -115,7 +125,7 @@ _DEEPEST = 8  # an op may decompose into itself on smaller inputs, but not for e
 class _Entry:
     """One signature of one op, compiled: the function of arrays, and what its results are."""
 
-    __slots__ = ("avals", "body", "draws", "made", "run", "single", "structure", "wide")
+    __slots__ = ("avals", "body", "draws", "formless", "made", "run", "single", "structure", "wide", "wrap")
 
     def __init__(self, body: Callable[..., Any], avals: list[Any], structure: Any, draws: bool, wide: bool) -> None:
         self.draws = draws  # two more arrays: a random key and a count
@@ -125,6 +135,11 @@ class _Entry:
         self.avals = avals  # an Aval, None, or a list of avals, per result of the op
         self.structure = structure
         self.single: Any = avals[0] if len(avals) == 1 and isinstance(avals[0], Aval) else None
+        if len(avals) > 1 and all(isinstance(a, Aval) for a in avals):
+            self.wrap: Callable[[Any], Any] = lambda results: tuple(map(make_tensor, results, avals))
+        else:
+            self.wrap = lambda results: structure(wrap_results(results, avals))
+        self.formless = 0  # calls of this signature that no form knew
         self.made: dict[Any, Any] = {}  # programs made of this one: its gradient, its write through a view
 
     def compiled(self, body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -182,42 +197,44 @@ class LoweringKernel:
         self.func_indexes = self.schema.name.partition("::")[2] in _CPU_INDICES
         self.depends_on = definition.depends_on
         self.entries: dict[Any, _Entry] = {}
-        # the calls that most are, one or two plain tensors and nothing else, by their avals alone
-        self._unary: dict[Any, _Entry] = {}
-        self._binary: dict[Any, _Entry] = {}
+        self.calls: list[Callable[[Any, Any], Any]] = []  # of `forms`, in order
+        self.forms: dict[Any, Form] = {}
 
     # -- the call --------------------------------------------------------------------------------
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        if not kwargs:
-            if len(args) == 1:
-                (a,) = args
-                if a.__class__ is Tensor:
-                    entry = self._unary.get(a._aval)
-                    if entry is not None:
-                        return make_tensor(entry.run(a._store.array), entry.single)
-            elif len(args) == 2:
-                a, b = args
-                if a.__class__ is Tensor and b.__class__ is Tensor:
-                    entry = self._binary.get((a._aval, b._aval))
-                    if entry is not None:
-                        return make_tensor(entry.run(a._store.array, b._store.array), entry.single)
+        for call in self.calls:
+            result = call(args, kwargs)
+            if result is not MISS:
+                return result
+        return self.run(args, kwargs)
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """A call whose form or signature is new, or that has no form of its own."""
         entry, arrays = self._enter(args, kwargs)
         results = entry.run(*arrays)
+        if entry.formless < FORMS:
+            self._remember(args, kwargs, entry, "wrap", entry)
         aval = entry.single
-        if aval is not None:
-            if (
-                not kwargs
-                and not entry.draws
-                and self.depends_on is None
-                and all(a.__class__ is Tensor and a._aval.dtype in _PLAIN_FLOATS for a in args)
-            ):
-                if len(args) == 1:
-                    self._unary[args[0]._aval] = entry
-                elif len(args) == 2:
-                    self._binary[args[0]._aval, args[1]._aval] = entry
-            return make_tensor(results, aval)
-        return entry.structure(self._wrap(results, entry.avals))
+        return entry.wrap(results) if aval is None else make_tensor(results, aval)
+
+    def _remember(
+        self, args: Sequence[Any], kwargs: dict[str, Any] | None, entry: _Entry, tail: str, program: Any
+    ) -> None:
+        """Let the next such call go by its form (see forms.py), if it can."""
+        entry.formless += 1  # it came here, so no form knew it; after a few times none ever will
+        if entry.draws or not _settled(args, kwargs):
+            return
+        found = form_of(args, kwargs, self.kinds, self.kinds_by_name)
+        if found is None:
+            return
+        form = self.forms.get((tail, found))
+        if form is None:
+            if len(self.forms) == FORMS:
+                return
+            form = self.forms[tail, found] = Form(found, tail, self.depends_on)
+            self.calls.append(form.call)
+        form.keep(args, kwargs, program)
 
     def _enter(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[_Entry, list[Any]]:
         key: list[Any] = []
@@ -316,20 +333,6 @@ class LoweringKernel:
     def takes_cpu(self, a: torch.Tensor) -> bool:
         """Whether a CPU tensor is welcome, as on cuda: indices, and the lengths of packed sequences."""
         return self.func_indexes or (a.dtype is torch.int64 and any(x.name == "batch_sizes" for x in self.arguments))
-
-    def _wrap(self, results: Any, avals: list[Any]) -> list[Any]:
-        out: list[Any] = []
-        at = 0
-        for aval in avals:
-            if aval is None:
-                out.append(None)
-            elif isinstance(aval, list):
-                out.append([make_tensor(results[at + i], x) for i, x in enumerate(aval)])
-                at += len(aval)
-            else:
-                out.append(make_tensor(results[at], aval))
-                at += 1
-        return out
 
     # -- a new signature -------------------------------------------------------------------------
 
@@ -679,10 +682,11 @@ class CaseKernel(LoweringKernel):
             func, dataclasses.replace(definition, body=case.body, data_dependent=case.instead, case=None)
         )
 
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        # a form's calls are of signatures that came by here and were no exception
         if self.when(*args, **(kwargs or {})):
             return self.exception(args, kwargs)
-        return super().__call__(args, kwargs)
+        return super().run(args, kwargs)
 
 
 class DirectKernel:
@@ -696,6 +700,22 @@ class DirectKernel:
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         return self.run(*args, **(kwargs or {}))
+
+
+def wrap_results(results: Any, avals: list[Any]) -> list[Any]:
+    """The arrays `results` as Tensors of these avals, in the lists and with the Nones that those say."""
+    out: list[Any] = []
+    at = 0
+    for aval in avals:
+        if aval is None:
+            out.append(None)
+        elif isinstance(aval, list):
+            out.append([make_tensor(results[at + i], x) for i, x in enumerate(aval)])
+            at += len(aval)
+        else:
+            out.append(make_tensor(results[at], aval))
+            at += 1
+    return out
 
 
 def _flat_avals(avals: list[Any]) -> list[Aval | None]:

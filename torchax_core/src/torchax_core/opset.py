@@ -50,7 +50,8 @@ class Origin:
 class DataDependentCase:
     """The calls of an op whose result shape depends on data, where most calls' does not (`x[mask]`, not `x[i]`).
 
-    when:    takes the op's arguments as torch passes them, and tells whether this call is one.
+    when:    takes the op's arguments as torch passes them, and tells whether this call is one: by shapes, dtypes and
+             static values, which are all that a signature knows.
     body:    as the lowering's, but run unjitted on concrete arrays.
     instead: the bounded alternative to name in the error under jit.
     """

@@ -6,6 +6,7 @@ Source: https://docs.jax.dev/en/latest/_autosummary/jax.vjp.html
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +32,13 @@ def _noted(tensors: Any) -> Any:
     return tensors
 
 
+@functools.cache
+def _inexact(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
 def _is_inexact(array: Any) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jnp.inexact))
+    return _inexact(array.dtype)
 
 
 class DifferentiableProgram:
@@ -127,7 +133,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         tensors = ctx.saved_tensors  # raises torch's own error if one was written to meanwhile
-        inexact = [i for i, (_, dtype) in enumerate(ctx.shapes) if jnp.issubdtype(dtype, jnp.inexact)]
+        inexact = [i for i, (_, dtype) in enumerate(ctx.shapes) if _inexact(dtype)]
         if torch.is_grad_enabled():  # create_graph
             return (None, None, None, *_second_order(ctx, tensors, cotangents, inexact))
         _, backward = ctx.program.made_for(ctx.wanted)

@@ -13,7 +13,7 @@ import torch
 from torchax_core.convert import is_traced
 from torchax_core.dtypes import jax_dtype, type_name
 from torchax_core.errors import LoweringMismatchError
-from torchax_core.kernel import LoweringKernel
+from torchax_core.kernel import FORMS, LoweringKernel, wrap_results
 from torchax_core.meta import NO_META, aval_of_meta, avals_of, run_on_meta
 from torchax_core.opset import Definition
 from torchax_core.templates import STATIC, leaves_of
@@ -39,7 +39,8 @@ class WritingKernel(LoweringKernel):
             self.kinds_by_name.setdefault("dtype", STATIC)
             self.accepted |= {"dtype"}
 
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """A call whose form or signature is new, or that has no form of its own."""
         if self.in_place:
             target = args[0]
             if target.__class__ is View:
@@ -48,6 +49,8 @@ class WritingKernel(LoweringKernel):
                 raise self._device_error(target, args, kwargs or {})
             entry, arrays = self._enter(args, kwargs)
             target._store.write(entry.run(*arrays))
+            if target.__class__ is Tensor and entry.formless < FORMS:
+                self._remember(args, kwargs, entry, "write", entry)
             return target
         variant = self.variant
         assert variant is not None
@@ -56,7 +59,7 @@ class WritingKernel(LoweringKernel):
         if entry.single is not None:
             results = (results,)
         del arrays  # they would keep the old values alive while the new ones are written
-        fresh = self._wrap(results, entry.avals[: variant.fresh])
+        fresh = wrap_results(results, entry.avals[: variant.fresh])
         at = sum(len(a) if isinstance(a, list) else a is not None for a in entry.avals[: variant.fresh])
         for name, aval in zip(variant.written, entry.avals[variant.fresh :], strict=True):
             target = self._argument(name, args, kwargs)
@@ -88,6 +91,8 @@ class WritingKernel(LoweringKernel):
         # the storage, the list of arrays, getrefcount's argument: one more, and somebody relies on the base as it is
         donate = sys.getrefcount(arrays[0]) <= 3 and not any(is_traced(a) for a in arrays)
         store.write(pair[donate](*arrays))
+        if entry.formless < FORMS:
+            self._remember(args, kwargs, entry, "through", pair)
         return view
 
     def _argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
