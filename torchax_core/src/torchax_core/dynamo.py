@@ -30,6 +30,10 @@ from torchax_core.trace import Trace, promote_placeholders
 
 __all__ = ["backend"]
 
+# While torch.tensor(..., device="jax") is traced, it makes a stand-in on the CPU and moves that; without this, it would
+# make the tensor itself, which no graph can hold. Where nothing is traced, the result is the same.
+torch._C._set_only_lift_cpu_tensors(True)
+
 _KEPT = 16  # compiled variants of one graph, before the oldest is let go
 
 

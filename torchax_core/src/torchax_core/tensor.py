@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import itertools
 import threading
 from collections import OrderedDict
@@ -178,6 +180,31 @@ class Tensor(torch.Tensor):
         """The jax device the array lies on, or its sharding if it lies on several."""
         return self.jax().device
 
+    def apply_jax(self, jax_function: Any, *args: Any, **kwargs: Any) -> Any:
+        """`jax_function(array, *args, **kwargs)` of this tensor's array, arrays in the result as Tensors, with gradients."""
+        from torchax_core.bridge import call_jax
+
+        return call_jax(jax_function, self, *args, **kwargs)
+
+    def apply_jax_(self, jax_function: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Put `jax_function(array, *args, **kwargs)` in the place of this tensor's values, and return it.
+
+        Raises ShapeError if the result has another shape or dtype.
+        """
+        from torchax_core.bridge import write_jax
+
+        return write_jax(self, jax_function, args, kwargs)
+
+    def shard_(self, sharding: Any) -> Tensor:
+        """Lay the array out by a jax sharding; the values stay what they are. Returns the tensor."""
+        from torchax_core.bridge import constrain
+
+        trace = active.trace
+        if trace is not None:
+            trace.lift(self)
+        self._write(constrain(self._array(), sharding))
+        return self
+
     @property
     def data(self) -> torch.Tensor:
         """The same values without gradient history; assigning makes this tensor be the one assigned."""
@@ -289,14 +316,21 @@ class Tensor(torch.Tensor):
     # weights stay tied and optimizers made before the move see the moved parameters.
     __tensor_flatten__ = _Flatten()
 
-    @property
+    @functools.cached_property  # dynamo's guards tell tensors apart by it
     def _carrier(self) -> torch.Tensor:
         return torch._C._acc.create_empty_tensor(tuple(self.shape), self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> torch.Tensor:
         # The stand-in that dynamo and export trace with: no wrapper, but a fake tensor of this device.
-        return inner["_carrier"].new_empty_strided(size, stride)
+        carrier = inner["_carrier"]
+        with getattr(carrier, "fake_mode", contextlib.nullcontext()):
+            stand_in = torch.empty_strided(size, stride, dtype=carrier.dtype, device=carrier.device)
+        if (
+            getattr(carrier, "constant", None) is not None
+        ):  # it stands for a known value, of torch.tensor(2, device="jax")
+            stand_in.constant = carrier.constant  # type: ignore[attr-defined]
+        return stand_in
 
     def __coerce_same_metadata_as_tangent__(self, metadata: Any, kind: type | None = None) -> Tensor | None:
         # AOTAutograd's backward was traced with plain stand-ins, and so wants gradients that are no traceable wrappers.
@@ -315,6 +349,13 @@ class Tensor(torch.Tensor):
     def __dlpack_device__(self) -> Any:
         return self.jax().__dlpack_device__()
 
+
+def _torch(self: Tensor) -> torch.Tensor:
+    """A copy of the values on the CPU: same shape and dtype, without gradient history."""
+    return torch_from_array(self.jax())
+
+
+Tensor.torch = _torch  # type: ignore[attr-defined]  # in the class body it would hide the module in the annotations
 
 _failed_in_backward: list[Exception] = []
 
@@ -341,7 +382,7 @@ def explained(error: Exception, func: Any) -> Any:
 
 _OWN = ("_store", "_aval", "_path", "_offsets", "_cache", "_seen")
 """The attributes that say what a Tensor or View is; all others are the user's, but for Parameter's mark."""
-_INTERNAL = frozenset({*_OWN, "_is_param", "_plain"})
+_INTERNAL = frozenset({*_OWN, "_is_param", "_plain", "_carrier"})
 
 
 def make_tensor(array: jax.Array, aval: Aval) -> Tensor:
@@ -373,6 +414,7 @@ def become(target: Tensor, source: Tensor) -> None:
             target.__dict__[name] = source.__dict__[name]
         else:
             target.__dict__.pop(name, None)
+    target.__dict__.pop("_carrier", None)
     if target.__class__ is not source.__class__:
         target.__class__ = source.__class__
 
