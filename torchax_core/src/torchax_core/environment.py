@@ -10,16 +10,18 @@ The autograd engine's own threads run in the environment of the thread that call
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import torch
 
-from torchax_core import composite, functions, log
+from torchax_core import bridge, composite, functions, log
 from torchax_core.config import Config
 from torchax_core.device import register_factories
 from torchax_core.errors import OpNameError
@@ -128,7 +130,8 @@ class Environment:
 
     def __init__(self, config: Config | None = None, *, seed: int | None = None) -> None:
         self.config = config or Config.from_environment()
-        self.random = RandomState(torch.initial_seed() if seed is None else seed, self.config.random_impl)
+        self._random = RandomState(torch.initial_seed() if seed is None else seed, self.config.random_impl)
+        self._random_here = threading.local()
         self._table = OpTable(self.config)
         self._overrides = _Overrides()
         self._kernels: dict[Any, Any] = {}
@@ -283,12 +286,48 @@ class Environment:
         missing = None if chain else self._table.not_found_message(func)
         return Explanation(name, str(func._schema), tuple(chain), missing)
 
+    # -- values for jax and back, by google/torchax's names --------------------------------------
+
+    t2j_iso = staticmethod(bridge.t2j_iso)
+    j2t_iso = staticmethod(bridge.j2t_iso)
+    t2j_copy = staticmethod(bridge.t2j_copy)
+    j2t_copy = staticmethod(bridge.j2t_copy)
+    to_xla = staticmethod(bridge.to_xla)
+
     @property
     def packs(self) -> list[Any]:
         """The packs in force, highest rank first."""
         return self._table.packs
 
     # -- random numbers --------------------------------------------------------------------------
+
+    @property
+    def random(self) -> RandomState:
+        """The random key and the count of draws from it, as overridden in this thread."""
+        return getattr(self._random_here, "state", None) or self._random
+
+    @property
+    def prng_key(self) -> jax.Array:
+        """The jax key of the next draw: a function of the seed and of the number of draws so far."""
+        return jax.random.fold_in(self.random.key, self.random.count & 0xFFFF_FFFF)
+
+    def get_and_rotate_prng_key(self, generator: torch.Generator | None = None) -> jax.Array:
+        """A jax key for one draw of your own; the next is another. `generator`: draw it from a CPU generator instead."""
+        key, count = self._random_arguments(generator)
+        return jax.random.fold_in(key, count)
+
+    @contextlib.contextmanager
+    def override_property(self, *, prng: jax.Array) -> Iterator[None]:
+        """Draw random numbers from the jax key `prng` in this thread, until the block ends: same key, same numbers.
+
+        prng: a key of jax.random.key or jax.random.PRNGKey, traced ones too.
+        """
+        before = getattr(self._random_here, "state", None)
+        self._random_here.state = RandomState.of_key(prng, self.config.random_impl)
+        try:
+            yield
+        finally:
+            self._random_here.state = before
 
     def manual_seed(self, seed: int) -> None:
         """Seed this environment's random key."""

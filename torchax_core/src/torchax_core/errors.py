@@ -7,6 +7,7 @@ torch's meta kernels. docs/errors.md explains each class with a worked fix.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "ConversionError",
     "DataDependentError",
@@ -19,6 +20,7 @@ __all__ = [
     "PackNameError",
     "PackWarning",
     "ShapeError",
+    "SideEffectError",
     "SignatureError",
     "TorchaxError",
     "UnknownPackError",
@@ -87,6 +89,14 @@ class LeakedTracerError(TorchaxError, RuntimeError):
 
 class ViewWriteError(TorchaxError, RuntimeError):
     """A write to a view cannot be honoured: several of its elements share one place in the base."""
+
+
+class SideEffectError(TorchaxError, RuntimeError):
+    """Torch code inside a jax transformation wrote to a tensor that was not among its arguments. The write was undone."""
+
+
+class CheckpointError(TorchaxError, RuntimeError):
+    """A file or folder is no checkpoint, is damaged, or does not fit what it is loaded into. Nothing was changed."""
 
 
 class ConversionError(TorchaxError, TypeError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchax_core.interop import call_jax
+from torchax_core.bridge import call_jax
 from torchax_core.opset import Definition
 from torchax_core.overrides import Declined
 from torchax_core.tensor import Tensor, active, resolve_active

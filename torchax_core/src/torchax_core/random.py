@@ -31,6 +31,18 @@ class RandomState:
         self.count = 0
         self._key: Any = None
 
+    @classmethod
+    def of_key(cls, key: jax.Array, impl: str) -> RandomState:
+        """Draws from a jax key, of jax.random.key or jax.random.PRNGKey, traced or not. It has no seed to save."""
+        if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+            key = jax.random.wrap_key_data(key)
+        if str(jax.random.key_impl(key)) != impl:
+            key = jax.random.key(jax.random.bits(key), impl=impl)
+        state = cls(0, impl)
+        state._key = key
+        state.initial = None  # type: ignore[assignment]
+        return state
+
     @property
     def key(self) -> jax.Array:
         """The jax key of the present seed."""
@@ -54,7 +66,12 @@ class RandomState:
         return self.key, np.uint32(count & 0xFFFF_FFFF)
 
     def get_state(self) -> torch.Tensor:
-        """The state as 16 bytes: seed and count, a uint8 CPU tensor like torch.get_rng_state's."""
+        """The state as 16 bytes: seed and count, a uint8 CPU tensor like torch.get_rng_state's.
+
+        Raises RuntimeError while a jax key stands in for the seed.
+        """
+        if self.initial is None:
+            raise RuntimeError("random numbers come from a jax key here (override_property(prng=...)); save that key.")
         return torch.from_numpy(np.array([self.initial, self.count], np.uint64).view(np.uint8).copy())
 
     def set_state(self, state: torch.Tensor) -> None:

@@ -88,6 +88,7 @@ class Trace:
         self.draws = 0
         self.bound: dict[int, int] = {}
         self._key, self._count = key, count
+        self._random = environment.random
         self._born: list[weakref.ref[Storage]] = []
         self._born_ids: set[int] = set()
         with jec.take_current_trace() as outer:
@@ -150,7 +151,7 @@ class Trace:
 
     def random_arguments(self, state: RandomState) -> tuple[Any, Any]:
         """Key and count for one draw: the program's inputs, and the number of draws before this one."""
-        if state is not self.environment.random:
+        if state is not self._random:  # another environment's, or a key put in its place for a while
             count = state.count
             state.count += 1
             return state.key, np.uint32(count)

@@ -1,0 +1,205 @@
+"""Torch code as part of a jax transformation: `jax.grad`, `jax.jit`, `jax.lax.scan` over a function that runs torch ops.
+
+jax sees arrays; three things of torch's would be lost on the way, and are kept here:
+
+- `x.detach()` and `with torch.no_grad():` cut gradients, so their results pass through `jax.lax.stop_gradient`;
+- a write to a tensor that was not an argument would leave a tracer in it: it is undone, and a SideEffectError says so;
+- random numbers drawn under `jax.jit` or in a `jax.lax` loop would be the same at every run: there is a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import torch
+
+from torchax_core.convert import is_traced
+from torchax_core.errors import SideEffectError
+from torchax_core.opset import ViewRules
+from torchax_core.tensor import Storage, Tensor, active, become, resolve_active
+from torchax_core.view import ROOT, View, make_view
+
+__all__ = ["PureTrace", "in_jax", "pure"]
+
+_detach, _detach_ = torch.ops.aten.detach.default, torch.ops.aten.detach_.default
+
+_CUT = ViewRules(lambda base: jax.lax.stop_gradient(base))
+
+
+@_CUT.write_back
+def _write_through(base: jax.Array, new: jax.Array) -> jax.Array:
+    return new
+
+
+def in_jax() -> bool:
+    """True inside any jax transformation of this thread: jit, grad, vmap, scan."""
+    with jec.take_current_trace() as trace:
+        return type(trace).__name__ != "EvalTrace"
+
+
+class _PureKernels:
+    """The look-up from op to kernel in torch code that jax transforms."""
+
+    def __init__(self, trace: PureTrace, environment: Any) -> None:
+        self.trace = trace
+        self.environment = environment
+
+    def get(self, func: Any) -> Any:
+        kernel = self.environment._kernels.get(func) or self.environment._kernel(func)
+        trace = self.trace
+
+        def call(args: Any, kwargs: Any) -> Any:
+            trace.lift_all(args)
+            if kwargs:
+                trace.lift_all(kwargs.values())
+            if func is _detach:
+                result = _detached(args[0])
+            elif func is _detach_:
+                result = args[0]
+                become(result, _detached(result))
+            else:
+                result = kernel(args, kwargs)
+            fresh = trace.note(result)
+            if not torch.is_grad_enabled():
+                for store in fresh:
+                    if jax.numpy.issubdtype(store.array.dtype, jax.numpy.inexact):
+                        store.array = jax.lax.stop_gradient(store.array)
+            return result
+
+        return call
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """The tensor without its gradients: a view, so that what is written to either is seen in both."""
+    path, offsets = (tensor._path, tensor._offsets) if isinstance(tensor, View) else (ROOT, ())
+    return make_view(tensor._store, tensor._aval, tensor.storage_offset(), path.child(_CUT, (), 0), offsets)
+
+
+class PureTrace:
+    """What torch code met while jax transforms it. `active.trace` for as long; nested in the trace of a torchax jit."""
+
+    def __init__(self, parent: Any) -> None:
+        self.parent = parent
+        self.met: dict[int, tuple[Storage, Any, int]] = {}
+        self.tensors: dict[int, tuple[Tensor, Any]] = {}
+        self.fresh: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self.made: dict[int, weakref.ref[Tensor]] = {}
+        self.backward_ran = False
+        self.outermost: Any = parent and (parent.outermost if isinstance(parent, PureTrace) else parent._outer)
+
+    def __getattr__(self, name: str) -> Any:
+        # a torchax jit around us keeps its book (guards, cleanups, optimizers' state) as if we were not here
+        if name.startswith("__") or self.parent is None:
+            raise AttributeError(name)
+        return getattr(self.parent, name)
+
+    def kernels(self, environment: Any) -> _PureKernels:
+        """The look-up that replaces the environment's."""
+        return _PureKernels(self, environment)
+
+    def lift_all(self, values: Any) -> None:
+        """Remember every Tensor in nested lists of arguments."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self.lift(value)
+            elif value.__class__ is list or value.__class__ is tuple:
+                self.lift_all(value)
+
+    def lift(self, tensor: Tensor) -> None:
+        """Remember a tensor that is neither an argument nor made inside, with what it held."""
+        store = tensor._store
+        if store in self.fresh:
+            return
+        if self.parent is not None:
+            self.parent.lift(tensor)
+        if id(store) not in self.met:
+            self.met[id(store)] = (store, store.array, store.version)
+        made = self.made.get(id(tensor))
+        if id(tensor) not in self.tensors and (made is None or made() is not tensor):
+            self.tensors[id(tensor)] = (tensor, torch.Tensor.grad.__get__(tensor) if tensor.is_leaf else None)  # type: ignore[attr-defined]
+
+    def note(self, result: Any) -> list[Storage]:
+        """Know what was made inside; returns the storages that are new."""
+        if isinstance(result, Tensor):
+            self.made[id(result)] = weakref.ref(result)
+            if result._store in self.fresh or id(result._store) in self.met:
+                return []
+            self.fresh.add(result._store)
+            return [result._store]
+        if result.__class__ is list or result.__class__ is tuple:
+            return [store for item in result for store in self.note(item)]
+        return []
+
+    def host_input(self, read: Any) -> Any:
+        """A value from the host (a generator's draw): an input of the program around us, else fixed."""
+        self._warn_of_randomness()
+        return read() if self.parent is None else self.parent.host_input(read)
+
+    def random_arguments(self, state: Any) -> tuple[Any, Any]:
+        """Key and count for one draw."""
+        if not is_traced(state.key):
+            self._warn_of_randomness()
+            if self.parent is not None:
+                return self.parent.random_arguments(state)
+        count = state.count
+        state.count += 1
+        return state.key, jax.numpy.uint32(count & 0xFFFF_FFFF)
+
+    def _warn_of_randomness(self) -> None:
+        with jec.take_current_trace() as trace:
+            repeats = type(trace).__name__ == "DynamicJaxprTrace" and trace is not self.outermost
+        if repeats:
+            warnings.warn(
+                "torch code draws random numbers inside a jax program (jax.jit, or a loop of jax.lax), where they are drawn once "
+                "and are the same at every run. Give it a key: JittableModule.functional_call(..., rng, ...), "
+                "extract_jax's `rng=`, or `with env.override_property(prng=key):`; or compile with torchax_core.jit.",
+                stacklevel=2,
+            )
+
+    def captured(self) -> list[Tensor]:
+        """Tensors from outside that want gradients."""
+        return [t for t, _ in self.tensors.values() if t.requires_grad and (t.is_floating_point() or t.is_complex())]
+
+    def undo_writes(self) -> str:
+        """Put back what was there before in every tensor and gradient from outside; names the first that was written."""
+        written = ""
+        for store, array, version in self.met.values():
+            if store.array is not array:
+                written = written or f"a tensor of shape {tuple(array.shape)}"
+                store.array, store.version = array, version
+        for tensor, grad in self.tensors.values():
+            if tensor.is_leaf and torch.Tensor.grad.__get__(tensor) is not grad:  # type: ignore[attr-defined]
+                written = written or f"the gradient of a tensor of shape {tuple(tensor.shape)}"
+                torch.Tensor.grad.__set__(tensor, grad)  # type: ignore[attr-defined]
+        return written
+
+
+@contextlib.contextmanager
+def pure() -> Iterator[PureTrace]:
+    """Run torch code inside a jax transformation. Raises SideEffectError if it wrote to a tensor from outside."""
+    if active.kernels is None:
+        resolve_active()
+    before = (active.trace, active.kernels)
+    trace = PureTrace(active.trace)
+    active.trace = trace  # type: ignore[assignment]
+    active.kernels = trace.kernels(active.environment)
+    try:
+        with torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
+            yield trace
+    finally:
+        active.trace, active.kernels = before
+        written = trace.undo_writes()
+        if trace.backward_ran and trace.parent is not None:
+            trace.parent.backward_ran = True
+    if written:
+        raise SideEffectError(
+            f"torch code inside a jax transformation wrote to {written} that is not among its arguments; jax would lose the "
+            "write, so it was undone. Give the tensor as an argument and return its new value (extract_jax and "
+            "JittableModule.functional_call do it for buffers), or compile with torchax_core.jit, which keeps writes."
+        )
