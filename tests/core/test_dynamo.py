@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -57,3 +58,265 @@ def test_training_step_with_buffers() -> None:
             close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-4)
     for name, buffer in cpu.named_buffers():
         close(ours.get_buffer(name), buffer)
+
+
+def test_graph_break_on_a_value() -> None:
+    def f(x):
+        y = x * 2
+        if y.sum() > 0:
+            return y.exp()
+        return y - 1
+
+    for x in (torch.ones(3), -torch.ones(3)):
+        close(compiled(f)(x.to("jax")), f(x))
+
+
+def test_fullgraph_names_the_line_of_a_value() -> None:
+    def f(x):
+        return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)Data-dependent.*x \* 2 if x.sum"):
+        compiled(f, fullgraph=True)(torch.ones(3, device="jax"))
+
+
+@pytest.mark.parametrize("dynamic", [False, None, True])
+def test_other_shapes(dynamic) -> None:
+    def f(x):
+        return (x.reshape(-1) * x.shape[0]).sum() + x.new_zeros(x.shape).t()
+
+    run = compiled(f, dynamic=dynamic)
+    for n in (2, 3, 5, 3):
+        x = torch.randn(n, 4)
+        close(run(x.to("jax")), f(x))
+
+
+def test_marked_dynamic_dim_traces_once() -> None:
+    def f(x):
+        return x.softmax(-1) @ x.t()
+
+    run = compiled(f, fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for n in (2, 3, 7):
+        x = torch.randn(n, 4)
+        ours = x.to("jax")
+        torch._dynamo.mark_dynamic(ours, 0)
+        close(run(ours), f(x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_inputs_are_written() -> None:
+    def f(x, y):
+        x.add_(1)
+        y[0] = 5
+        x.t().mul_(2)
+        return x + y
+
+    x, y = torch.randn(2, 2), torch.randn(2, 2)
+    a, b = x.to("jax"), y.to("jax")
+    wanted = f(x, y)
+    close(compiled(f, fullgraph=True)(a, b), wanted)
+    close(a, x)
+    close(b, y)
+
+
+def test_an_input_is_written_while_training() -> None:
+    def f(x, w, state):
+        state.mul_(0.5).add_(x.detach().sum())
+        return (x * w).sum() * state
+
+    def run(fn, device):
+        torch.manual_seed(0)
+        x = torch.randn(3).to(device)
+        w = torch.randn(3).to(device).requires_grad_()
+        state = torch.ones(()).to(device)
+        fn(x, w, state).backward()
+        return w.grad, state
+
+    for ours, wanted in zip(run(compiled(f, fullgraph=True), "jax"), run(f, "cpu"), strict=True):
+        close(ours.detach(), wanted.detach())
+
+
+def test_arguments_that_share_memory_and_are_written() -> None:
+    def f(x, y):
+        x.add_(1)
+        return y * 2
+
+    x = torch.arange(6.0).reshape(2, 3)
+    a = x.to("jax")
+    wanted = f(x, x[1])
+    with pytest.warns(UserWarning, match="share memory"):
+        close(compiled(f)(a, a[1]), wanted)
+    close(a, x)
+
+
+def test_results_that_are_views_of_arguments_and_of_each_other() -> None:
+    def f(x):
+        y = x * 2
+        return x.t(), y, y[0]
+
+    x = torch.randn(2, 3)
+    a = x.to("jax")
+    turned, y, row = compiled(f, fullgraph=True)(a)
+    turned.add_(1)
+    close(a, x + 1)
+    row.zero_()
+    assert y[0].abs().sum() == 0
+
+
+def test_views_as_arguments() -> None:
+    def f(x):
+        return x.view(-1) if x.is_contiguous() else x.reshape(-1) + 100
+
+    base = torch.randn(4, 6)
+    ours = base.to("jax")
+    run = compiled(f)
+    for view in (lambda t: t[1:3], lambda t: t.t(), lambda t: t[:, ::2]):
+        close(run(view(ours)), f(view(base)))
+
+
+def test_views_as_arguments_are_written() -> None:
+    def f(x):
+        x.mul_(3)
+        return x.sum()
+
+    base = torch.randn(4, 6)
+    ours = base.to("jax")
+    close(compiled(f)(ours[1:, ::2]), f(base[1:, ::2]))
+    close(ours, base)
+
+
+def test_dropout_differs_from_call_to_call_and_repeats_from_the_seed() -> None:
+    def f(x):
+        return F.dropout(x, 0.5) + torch.rand_like(x)
+
+    run = compiled(f, fullgraph=True)
+    x = torch.ones(100, device="jax")
+    torch.manual_seed(1)
+    first, second = run(x), run(x)
+    torch.manual_seed(1)
+    again = run(x)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again)
+
+
+def test_dropout_backward_uses_the_mask_of_the_forward() -> None:
+    run = compiled(lambda x: F.dropout(x, 0.5), fullgraph=True)
+    x = torch.ones(1000, device="jax", requires_grad=True)
+    y = run(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert 300 < (y == 0).sum().item() < 700
+
+
+def test_constants_made_in_the_function() -> None:
+    def f(x):
+        table = torch.tensor([1.0, 2.0, 3.0], device=x.device)
+        return x * table + torch.arange(3, device=x.device) + torch.ones(3, device=x.device)
+
+    x = torch.randn(2, 3)
+    close(compiled(f, fullgraph=True)(x.to("jax")), f(x))
+
+
+def test_custom_autograd_function_keeps_its_backward() -> None:
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.round()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 7
+
+    def f(x):
+        return (Straight.apply(x) * 3 + x.detach() * 100).sum()
+
+    x = torch.randn(4, device="jax", requires_grad=True)
+    compiled(f, fullgraph=True)(x).backward()
+    close(x.grad, torch.full((4,), 21.0))
+
+
+def test_no_grad_inside() -> None:
+    def f(x):
+        with torch.no_grad():
+            scale = x.abs().max()
+        return (x / scale).sum()
+
+    x = torch.randn(4)
+    a = x.to("jax").requires_grad_()
+    b = x.clone().requires_grad_()
+    compiled(f, fullgraph=True)(a).backward()
+    f(b).backward()
+    close(a.grad, b.grad)
+
+
+def test_autocast() -> None:
+    model = nn.Linear(4, 4).to("jax")
+    x = torch.randn(2, 4, device="jax")
+
+    def f(x):
+        with torch.autocast("jax", dtype=torch.bfloat16):
+            return model(x)
+
+    result = compiled(f, fullgraph=True)(x)
+    assert result.dtype is torch.bfloat16
+    torch.testing.assert_close(result, f(x))
+
+
+def test_second_backward_without_retain_is_torchs_error() -> None:
+    x = torch.ones(3, device="jax", requires_grad=True)
+    y = compiled(lambda x: (x * x).exp().sum())(x)
+    y.backward(retain_graph=True)
+    first = x.grad.clone()
+    y.backward()
+    assert torch.equal(x.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+def test_gradients_of_two_results() -> None:
+    def f(x):
+        return x.sin(), (x * x).sum()
+
+    def run(fn, x):
+        a, b = fn(x)
+        a.sum().backward(retain_graph=True)
+        b.backward()
+        return x.grad
+
+    x = torch.randn(3)
+    ours = run(compiled(f), x.to("jax").requires_grad_())
+    close(ours, run(f, x.clone().requires_grad_()))
+
+
+def test_tied_weights() -> None:
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(10, 4)
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids):
+            return self.head(self.embedding(ids))
+
+    cpu = Tied()
+    ours = copy.deepcopy(cpu).to("jax")
+    ids = torch.tensor([1, 2, 3])
+    cpu(ids).logsumexp(-1).sum().backward()
+    compiled(ours, fullgraph=True)(ids.to("jax")).logsumexp(-1).sum().backward()
+    close(ours.head.weight.grad, cpu.head.weight.grad)
+
+
+def test_changed_weights_are_seen() -> None:
+    model = nn.Linear(3, 2).to("jax").eval()
+    run = compiled(model)
+    x = torch.randn(1, 3, device="jax")
+    with torch.no_grad():
+        before = run(x)
+        model.weight.data = torch.zeros(2, 3, device="jax")
+        model.bias.add_(1)
+        after = run(x)
+        assert not torch.equal(before, after)
+        assert torch.equal(after[0], model.bias)
+        model.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
+        torch.testing.assert_close(run(x), x.sum().expand(1, 2))

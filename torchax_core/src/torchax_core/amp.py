@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchax_core.opset import AutocastRule
-from torchax_core.tensor import DEVICE_TYPE, Tensor
+from torchax_core.tensor import DEVICE_TYPE
 from torchax_core.variants import find_op
 
 __all__ = ["install"]
@@ -54,7 +54,7 @@ def _install_rule(rule: AutocastRule) -> None:
         with torch._C._ExcludeDispatchKeyGuard(key):
             dtype = _target(policy, args, kwargs)
             if dtype is not None:
-                args, kwargs = pytree.tree_map_only(Tensor, lambda t: _cast(t, dtype), (args, kwargs))
+                args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), (args, kwargs))
             return func(*args, **kwargs)
 
     library.impl(name, autocast, "AutocastPrivateUse1")
@@ -66,7 +66,7 @@ def _target(policy: str, args: Any, kwargs: Any) -> torch.dtype | None:
         return torch.get_autocast_dtype(DEVICE_TYPE)
     if policy == "fp32":
         return torch.float32
-    dtypes = [t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+    dtypes = [t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and _is_eligible(t)]
     if not dtypes:
         return None
     widest = dtypes[0]
@@ -77,6 +77,11 @@ def _target(policy: str, args: Any, kwargs: Any) -> torch.dtype | None:
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """As torch: floating tensors are cast, float64 and everything else stays."""
-    if tensor.is_floating_point() and tensor.dtype is not torch.float64 and tensor.dtype is not dtype:
+    if _is_eligible(tensor) and tensor.dtype is not torch.float64 and tensor.dtype is not dtype:
         return tensor.to(dtype)
     return tensor
+
+
+def _is_eligible(tensor: torch.Tensor) -> bool:
+    """Floating, and on the device: ours, or what stands for ours while a graph is made."""
+    return tensor.device.type == DEVICE_TYPE and tensor.is_floating_point()

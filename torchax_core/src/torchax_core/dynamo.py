@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,16 +24,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchax_core  # noqa: F401 - the device; this module may be the first of the package that is imported
 from torchax_core import log
+from torchax_core.config import Config
 from torchax_core.convert import array_from_torch, torch_from_array
+from torchax_core.dtypes import torch_dtype
 from torchax_core.environment import current_env
-from torchax_core.tensor import DEVICE, Aval, Tensor, active, make_tensor
+from torchax_core.packs import host
+from torchax_core.tensor import DEVICE, Aval, Tensor, active, make_tensor, share_tensor
 from torchax_core.trace import Trace, promote_placeholders
+from torchax_core.view import View, make_view
 
 __all__ = ["backend"]
 
 # While torch.tensor(..., device="jax") is traced, it makes a stand-in on the CPU and moves that; without this, it would
 # make the tensor itself, which no graph can hold. Where nothing is traced, the result is the same.
 torch._C._set_only_lift_cpu_tensors(True)
+
+# Where dynamo runs code that it has not compiled, our own frames and JAX's are none of its business.
+for _name in ("torchax_core", "jax", "jaxlib", *{pack.target.partition(".")[0] for pack in host().packs(Config())}):
+    torch._dynamo.trace_rules.add(_name)
 
 _KEPT = 16  # compiled variants of one graph, before the oldest is let go
 
@@ -58,7 +67,7 @@ class CompiledGraph:
 
     def __init__(self, graph: torch.fx.GraphModule) -> None:
         self.graph = graph
-        self._made: collections.OrderedDict[Any, Callable[..., Any]] = collections.OrderedDict()
+        self._made: collections.OrderedDict[Any, tuple[Callable[..., Any], list[int]]] = collections.OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
         environment = current_env()
@@ -68,18 +77,36 @@ class CompiledGraph:
             torch.is_grad_enabled(),
             tuple([_signature(a) for a in args]),
         )
-        compiled = self._made.get(key)
-        if compiled is None:
-            compiled = self._made[key] = self._make(args)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._make(args)
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
-        return compiled(*args)
+        run, written = made
+        if written and self._shared(args, written):
+            return self.graph(*args)
+        return run(*args)
 
-    def _make(self, args: Sequence[Any]) -> Callable[..., Any]:
+    def _shared(self, args: Sequence[Any], written: Sequence[int]) -> bool:
+        """Whether an argument that the graph writes to lies in the memory of another. The compiled functions know nothing of
+        it, as the stand-ins that torch makes for tensors of this device have memory of their own."""
+        uses = collections.Counter([id(a._store) for a in args if isinstance(a, Tensor)])
+        shared = any(uses[id(args[i]._store)] > 1 for i in written if isinstance(args[i], Tensor))
+        if shared:
+            warnings.warn(
+                "torch.compile: arguments share memory, and the function writes to one of them; it runs op by op for these "
+                "arguments. Give it a clone, or the base alone and take the view inside.",
+                stacklevel=3,
+            )
+        return shared
+
+    def _make(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[int]]:
+        """The compiled function for such arguments, and which of them it writes to."""
         mode = FakeTensorMode()
-        with tracing(TracingContext(mode)):
+        context = TracingContext(mode)
+        with tracing(context):
             fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
-            return aot_module_simplified(
+            run = aot_module_simplified(
                 self.graph,
                 fakes,
                 fw_compiler=lambda graph, _: GraphProgram(graph, "forward"),
@@ -88,6 +115,12 @@ class CompiledGraph:
                 partition_fn=min_cut_rematerialization_partition,
                 keep_inference_input_mutations=True,
             )
+        metadata = context.fw_metadata
+        assert metadata is not None
+        parameters = len(metadata.input_info) - len(args)  # of the graph module itself, ahead of the arguments
+        return run, [
+            i - parameters for i, info in enumerate(metadata.input_info) if info.mutates_data and i >= parameters
+        ]
 
 
 def _signature(a: Any) -> Any:
@@ -193,20 +226,26 @@ class _Program:
                 outputs.append(array)
             return places[id(array)]
 
-        self.results: list[Any] = []
+        self.results: list[_Result] = []
+        stores = collections.Counter(
+            id(v._store) for v in {id(v): v for v in results if isinstance(v, Tensor)}.values()
+        )
         for node, value in zip(returned, results, strict=True):
             if not isinstance(value, torch.Tensor):
-                self.results.append(("value", value))
-            elif node in numbers:
-                self.results.append(("input", numbers[node]))
+                self.results.append(_Constant(value))
+                continue
+            fake = node.meta.get("val")
+            cpu = isinstance(fake, torch.Tensor) and fake.device.type == "cpu"
+            trace.lift(value)
+            if node in numbers:
+                self.results.append(_Input(numbers[node]))
+            elif stores[id(value._store)] > 1 and not (cpu and value.dtype != torch_dtype(value._store.array.dtype)):
+                self.results.append(_Shared(out(value._store.array), value, cpu))
             else:
-                fake = node.meta.get("val")
                 aval = value._aval
                 if isinstance(fake, torch.Tensor):
                     aval = Aval.of(aval.shape, _dense_stride(fake), aval.dtype)
-                cpu = isinstance(fake, torch.Tensor) and fake.device.type == "cpu"
-                trace.lift(value)
-                self.results.append(("cpu" if cpu else "output", (out(value._array()), aval)))
+                self.results.append(_Own(out(value._array()), aval, cpu))
         self.writes = [
             (place, out(t._store.array)) for place, (t, tracer) in given.items() if t._store.array is not tracer
         ]
@@ -232,17 +271,72 @@ class _Program:
                 a._write(outputs[at])
             else:
                 a.copy_(torch_from_array(outputs[at]))
-        results: list[Any] = []
-        for kind, what in self.results:
-            if kind == "input":
-                results.append(inputs[what])
-            elif kind == "output":
-                results.append(make_tensor(outputs[what[0]], what[1]))
-            elif kind == "cpu":
-                results.append(torch_from_array(outputs[what[0]]))
+        bases: dict[int, torch.Tensor] = {}
+        return [result.value(inputs, outputs, bases) for result in self.results]
+
+
+class _Constant:
+    """A result that is no tensor."""
+
+    def __init__(self, constant: Any) -> None:
+        self.constant = constant
+
+    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[int, torch.Tensor]) -> Any:
+        return self.constant
+
+
+class _Input:
+    """A result that is one of the arguments."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[int, torch.Tensor]) -> Any:
+        return inputs[self.place]
+
+
+class _Own:
+    """A result with memory of its own."""
+
+    def __init__(self, at: int, aval: Aval, cpu: bool) -> None:
+        self.at = at
+        self.aval = aval
+        self.cpu = cpu
+
+    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[int, torch.Tensor]) -> torch.Tensor:
+        return torch_from_array(outputs[self.at]) if self.cpu else make_tensor(outputs[self.at], self.aval)
+
+
+class _Shared:
+    """A result that lies in the same memory as another."""
+
+    def __init__(self, at: int, traced: Tensor, cpu: bool) -> None:
+        self.at = at
+        self.cpu = cpu
+        store = traced._store
+        self.base = Aval.of(tuple(store.array.shape), store.stride, torch_dtype(store.array.dtype))
+        self.aval = traced._aval
+        self.offset = traced.storage_offset()
+        self.view = (traced._path, traced._offsets) if isinstance(traced, View) else None
+
+    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[int, torch.Tensor]) -> torch.Tensor:
+        base = bases.get(self.at)
+        if base is None:
+            if self.cpu:
+                base = torch.empty_strided(self.base.shape, self.base.stride, dtype=self.base.dtype)
+                base.copy_(torch_from_array(outputs[self.at]))
             else:
-                results.append(what)
-        return results
+                base = make_tensor(outputs[self.at], self.base)
+            bases[self.at] = base
+        if self.cpu:
+            return base.as_strided(self.aval.shape, self.aval.stride, self.offset)
+        assert isinstance(base, Tensor)
+        if self.view is None:
+            return share_tensor(base._store, self.aval)
+        return make_view(base._store, self.aval, self.offset, *self.view)
+
+
+_Result = _Constant | _Input | _Own | _Shared
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
