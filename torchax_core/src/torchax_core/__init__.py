@@ -14,6 +14,7 @@ from torchax_core.jit import compile, jit
 from torchax_core.opset import OpSet
 from torchax_core.promotion import (
     ALWAYS_BOOL,
+    AS_GIVEN,
     BOOL_TO_LONG,
     COMPLEX_TO_FLOAT,
     INT_TO_FLOAT,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALWAYS_BOOL",
+    "AS_GIVEN",
     "BOOL_TO_LONG",
     "COMPLEX_TO_FLOAT",
     "Config",

@@ -19,6 +19,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as _Kind
 
 __all__ = [
     "ALWAYS_BOOL",
+    "AS_GIVEN",
     "BOOL_TO_LONG",
     "COMPLEX_TO_FLOAT",
     "INT_TO_FLOAT",
@@ -56,7 +57,11 @@ COMPLEX_TO_FLOAT = Promotion("COMPLEX_TO_FLOAT", _Kind.COMPLEX_TO_FLOAT)
 BOOL_TO_LONG = Promotion("BOOL_TO_LONG", _Kind.BOOL_TO_LONG)
 """As SAME, and bools become int64: pow, prod."""
 KEEP = Promotion("KEEP", None)
-"""No promotion: the body sees every argument in the dtype it came in. The default."""
+"""No promotion: the body sees every tensor in the dtype it came in, and numbers in the dtype the tensors compute in. The
+default."""
+AS_GIVEN = Promotion("AS_GIVEN", _Kind.DEFAULT, ("",))  # a rule for the argument of no name
+"""No promotion of numbers either: they come as wide as Python's (int64, float64, complex128, bool). For a fill value, which
+must lose nothing before its cast, and a step size whose 1 - beta must keep its digits."""
 
 
 def opmath(x: jax.Array) -> jax.Array:

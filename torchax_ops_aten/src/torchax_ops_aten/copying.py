@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax_core.opset import OpSet
-from torchax_core.promotion import SAME
+from torchax_core.promotion import AS_GIVEN
 
 ops = OpSet("torchax_ops_aten.copying")
-
-AS_GIVEN = SAME.of("-")
-"""Numbers as wide as they came: int64, float64, complex128 or bool. A fill value must lose nothing before its cast."""
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:

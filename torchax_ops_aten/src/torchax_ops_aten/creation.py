@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from torchax_core.opset import OpSet
-from torchax_ops_aten.copying import AS_GIVEN, cast
+from torchax_core.promotion import AS_GIVEN
+from torchax_ops_aten.copying import cast
 
 ops = OpSet("torchax_ops_aten.creation")
 

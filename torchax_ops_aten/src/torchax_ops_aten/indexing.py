@@ -22,12 +22,9 @@ from jax import lax
 
 from torchax_core.errors import ShapeError
 from torchax_core.opset import OpSet
-from torchax_core.promotion import SAME, opmath
+from torchax_core.promotion import AS_GIVEN, opmath
 
 ops = OpSet("torchax_ops_aten.indexing")
-
-# Scalars arrive as given (int64, float64, complex128): a fill value goes straight to the dtype of `self`.
-_AS_GIVEN = SAME.of("-")
 
 # Indices are wrapped by `_wrap`, and XLA's own treatment of those out of range (clamped reads, dropped writes) is what
 # this module promises: no mode of jax.numpy's has anything to add.
@@ -287,7 +284,7 @@ def _values_length(self: jax.Array, indices: Sequence[Any], values: jax.Array, n
 # -- masks ----------------------------------------------------------------------------------------
 
 
-@ops.lowering("aten::masked_fill.Scalar", "aten::masked_fill.Tensor", promote=_AS_GIVEN)
+@ops.lowering("aten::masked_fill.Scalar", "aten::masked_fill.Tensor", promote=AS_GIVEN)
 def masked_fill(self, mask, value):
     """`value` (a scalar or a 0-d tensor) where `mask`, else `self`; `self` and `mask` broadcast."""
     return jnp.where(mask != 0, _converted(value, self.dtype), self)
@@ -406,7 +403,7 @@ def scatter(self, dim, index, src):
     return _scatter(self, dim, index, src, _write_set)
 
 
-@ops.lowering("aten::scatter.value", promote=_AS_GIVEN)
+@ops.lowering("aten::scatter.value", promote=AS_GIVEN)
 def scatter_value(self, dim, index, value):
     """As :func:`scatter`, with the same value everywhere."""
     return _scatter(self, dim, index, _converted(value, self.dtype), _write_set)
@@ -424,7 +421,7 @@ def scatter_with_reduce(self, dim, index, src, *, reduce):
     return scatter_reduce(self, dim, index, src, {"add": "sum", "multiply": "prod"}[reduce])
 
 
-@ops.lowering("aten::scatter.value_reduce", promote=_AS_GIVEN)
+@ops.lowering("aten::scatter.value_reduce", promote=AS_GIVEN)
 def scatter_value_reduce(self, dim, index, value, *, reduce):
     """`reduce` is "add" or "multiply"."""
     return scatter_with_reduce(self, dim, index, _converted(value, self.dtype), reduce=reduce)
@@ -470,7 +467,7 @@ def index_select(self, dim, index):
     return self.at[at].get(**_AS_IS)
 
 
-@ops.lowering("aten::index_add", promote=_AS_GIVEN)
+@ops.lowering("aten::index_add", promote=AS_GIVEN)
 def index_add(self, dim, index, source, *, alpha=1):
     """`self` with `alpha * source` added to its slices along `dim` at `index`.
 
@@ -492,7 +489,7 @@ def index_copy(self, dim, index, source):
     return out.at[at].set(source, **_AS_IS).reshape(self.shape)
 
 
-@ops.lowering("aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor", promote=_AS_GIVEN)
+@ops.lowering("aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor", promote=AS_GIVEN)
 def index_fill(self, dim, index, value):
     """`self` with its slices along `dim` at `index` filled with `value`, a scalar or a 0-d tensor."""
     out, at, _ = _slices(self, dim, index, None)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax_core.opset import OpSet
-from torchax_core.promotion import SAME, opmath
-from torchax_ops_aten.copying import AS_GIVEN, cast
+from torchax_core.promotion import AS_GIVEN, SAME, opmath
+from torchax_ops_aten.copying import cast
 
 ops = OpSet("torchax_ops_aten.joining")
 

@@ -20,15 +20,11 @@ from torch._prims_common import elementwise_dtypes
 
 from torchax_core.dtypes import jax_dtype, torch_dtype
 from torchax_core.opset import OpSet
-from torchax_core.promotion import COMPLEX_TO_FLOAT, INT_TO_FLOAT, SAME, Promotion, opmath
+from torchax_core.promotion import AS_GIVEN, COMPLEX_TO_FLOAT, INT_TO_FLOAT, SAME, Promotion, opmath
 from torchax_ops_aten.copying import cast
 from torchax_ops_aten.matmul import precision_for
 
 ops = OpSet("torchax_ops_aten.optim", depends_on=torch.get_float32_matmul_precision)
-
-_AS_GIVEN = SAME.of("-")
-"""A rule for no argument at all: Scalars arrive as wide as Python's numbers (int64, float64), so that an int does not
-lift int tensors to float, and 1 - beta2 keeps its digits."""
 
 Elementwise = Callable[..., jax.Array]
 Scalar: TypeAlias = Any
@@ -235,19 +231,17 @@ def _register_tables() -> None:
         ops.lowering(f"aten::_foreach_{name}")(_unary(rule, f))
     for name, (rule, f) in BINARY.items():
         op = f"aten::_foreach_{name}"
-        ops.lowering(f"{op}.List", promote=_AS_GIVEN)(
-            (_with_scaled_list if name in WITH_ALPHA else _with_list)(rule, f)
-        )
-        ops.lowering(f"{op}.Scalar", promote=_AS_GIVEN)(_with_scalar(rule, f))
-        ops.lowering(f"{op}.ScalarList", promote=_AS_GIVEN)(_with_scalars(rule, f))
+        ops.lowering(f"{op}.List", promote=AS_GIVEN)((_with_scaled_list if name in WITH_ALPHA else _with_list)(rule, f))
+        ops.lowering(f"{op}.Scalar", promote=AS_GIVEN)(_with_scalar(rule, f))
+        ops.lowering(f"{op}.ScalarList", promote=AS_GIVEN)(_with_scalars(rule, f))
         if name in WITH_TENSOR_OVERLOAD:
-            ops.lowering(f"{op}.Tensor", promote=_AS_GIVEN)(
+            ops.lowering(f"{op}.Tensor", promote=AS_GIVEN)(
                 (_with_scaled_tensor if name in WITH_ALPHA else _with_tensor)(rule, f)
             )
     for name, (rule, f) in POINTWISE.items():
         op = f"aten::_foreach_{name}"
-        ops.lowering(f"{op}.Scalar", promote=_AS_GIVEN)(_pointwise_with_scalar(rule, f))
-        ops.lowering(f"{op}.ScalarList", f"{op}.Tensor", promote=_AS_GIVEN)(_pointwise_with_scalars(rule, f))
+        ops.lowering(f"{op}.Scalar", promote=AS_GIVEN)(_pointwise_with_scalar(rule, f))
+        ops.lowering(f"{op}.ScalarList", f"{op}.Tensor", promote=AS_GIVEN)(_pointwise_with_scalars(rule, f))
 
 
 _register_tables()
@@ -267,12 +261,12 @@ def foreach_pow_scalar(self, exponent):
     return [_pow_of_number(x, exponent) for x in self]
 
 
-@ops.lowering("aten::_foreach_pow.ScalarList", promote=_AS_GIVEN)
+@ops.lowering("aten::_foreach_pow.ScalarList", promote=AS_GIVEN)
 def foreach_pow_scalars(self, exponent):
     return [_pow(*_promote(SAME, [x], [e])) for x, e in zip(self, exponent, strict=True)]
 
 
-@ops.lowering("aten::_foreach_pow.ScalarAndTensor", promote=_AS_GIVEN)
+@ops.lowering("aten::_foreach_pow.ScalarAndTensor", promote=AS_GIVEN)
 def foreach_pow_of_scalar(self, exponent):
     """The number `self` to the power of each tensor."""
     return [_pow(*reversed(_promote(SAME, [e], [self]))) for e in exponent]
@@ -290,12 +284,12 @@ def foreach_lerp_list(self, tensors1, weights):
     return [_lerp(*map(opmath, row)) for row in zip(self, tensors1, weights, strict=True)]
 
 
-@ops.lowering("aten::_foreach_lerp.Scalar", promote=_AS_GIVEN)
+@ops.lowering("aten::_foreach_lerp.Scalar", promote=AS_GIVEN)
 def foreach_lerp_scalar(self, tensors1, weight):
     return _lerp_each(self, tensors1, [weight] * len(self))
 
 
-@ops.lowering("aten::_foreach_lerp.ScalarList", promote=_AS_GIVEN)
+@ops.lowering("aten::_foreach_lerp.ScalarList", promote=AS_GIVEN)
 def foreach_lerp_scalars(self, tensors1, weight):
     return _lerp_each(self, tensors1, weight)
 
@@ -460,11 +454,11 @@ def _adam(decoupled: bool) -> Callable[..., tuple[Any, ...]]:
     return step
 
 
-ops.lowering("aten::_fused_adam", "aten::_fused_adam.tensor_lr", promote=_AS_GIVEN)(_adam(decoupled=False))
-ops.lowering("aten::_fused_adamw", "aten::_fused_adamw.tensor_lr", promote=_AS_GIVEN)(_adam(decoupled=True))
+ops.lowering("aten::_fused_adam", "aten::_fused_adam.tensor_lr", promote=AS_GIVEN)(_adam(decoupled=False))
+ops.lowering("aten::_fused_adamw", "aten::_fused_adamw.tensor_lr", promote=AS_GIVEN)(_adam(decoupled=True))
 
 
-@ops.lowering("aten::_fused_sgd", "aten::_fused_sgd.tensor_lr", promote=_AS_GIVEN)
+@ops.lowering("aten::_fused_sgd", "aten::_fused_sgd.tensor_lr", promote=AS_GIVEN)
 def fused_sgd(
     self,
     grads,
@@ -546,8 +540,8 @@ def _adagrad(returns_steps: bool) -> Callable[..., tuple[Any, ...]]:
     return step
 
 
-ops.lowering("aten::_fused_adagrad", promote=_AS_GIVEN)(_adagrad(returns_steps=True))
-ops.lowering("aten::_fused_adagrad.tensor_lr", promote=_AS_GIVEN)(_adagrad(returns_steps=False))
+ops.lowering("aten::_fused_adagrad", promote=AS_GIVEN)(_adagrad(returns_steps=True))
+ops.lowering("aten::_fused_adagrad.tensor_lr", promote=AS_GIVEN)(_adagrad(returns_steps=False))
 
 
 # -- loss scaling (torch.amp.GradScaler) -------------------------------------------------------------------------------
@@ -566,7 +560,7 @@ def amp_foreach_non_finite_check_and_unscale(self, found_inf, inv_scale):
     return unscaled, found.astype(found_inf.dtype)
 
 
-@ops.lowering("aten::_amp_update_scale", promote=_AS_GIVEN)
+@ops.lowering("aten::_amp_update_scale", promote=AS_GIVEN)
 def amp_update_scale(self, growth_tracker, found_inf, scale_growth_factor, scale_backoff_factor, growth_interval):
     """The loss scale after a step, and how many steps in a row were finite.
 
