@@ -1,5 +1,5 @@
 # make setup | test | demo | lint | bench | conformance | clean
-# Other versions: make setup TORCH=2.13.0 VISION=   (an empty VISION: the torchvision that fits)
+# Other versions: make setup TORCH=2.13.0 VISION=   (an empty VISION: no torchvision, nor what needs it)
 
 TORCH   ?= 2.14.1
 VISION  ?= 0.29.1
@@ -19,6 +19,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 VENV  := .venv
 PY    := $(VENV)/bin/python
 DISTS := $(patsubst %/pyproject.toml,%,$(wildcard torchax_*/pyproject.toml plugins/*/pyproject.toml))
+DISTS := $(if $(VISION),$(DISTS),$(filter-out torchax_ops_vision,$(DISTS)))
 STAMP := $(VENV)/.setup-torch$(TORCH)-vision$(VISION)-jax$(JAX)
 SOURCES := $(wildcard torchax_*/src plugins/*/src)
 CODE  := $(SOURCES) $(wildcard tests examples benchmarks)
@@ -38,8 +39,8 @@ $(STAMP): pyproject.toml $(DISTS:%=%/pyproject.toml)
 	@test -x $(PY) || $(call timed,create $(VENV),$(PYTHON) -m venv $(VENV))
 	@$(call timed,pip,$(PY) -m pip install --quiet --upgrade "pip>=25.1" "setuptools>=77" wheel)
 	@$(call timed,install,$(PY) -m pip install --quiet --no-build-isolation \
-	    torch==$(TORCH) torchvision$(if $(VISION),==$(VISION)) jax==$(JAX) jaxlib==$(JAX) \
-	    --group dev $(DISTS:%=-e ./%))
+	    torch==$(TORCH) $(if $(VISION),torchvision==$(VISION)) jax==$(JAX) jaxlib==$(JAX) \
+	    --group dev $(if $(VISION),--group vision) $(DISTS:%=-e ./%))
 	@rm -f $(VENV)/.setup-*
 	@touch $@
 
@@ -63,8 +64,7 @@ bench: setup
 	@for script in startup eager model train; do $(PY) benchmarks/$$script.py $(ARGS); done
 
 conformance: setup
-	@mkdir -p build
-	@$(PY) -m torchax_core.testing --jobs $(WORKERS) --json build/opinfo.json $(ARGS)
+	@$(PY) -m torchax_core.testing --workers $(WORKERS) --json build/conformance.json --html build/conformance.html $(ARGS)
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

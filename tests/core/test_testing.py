@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchax_core  # noqa: F401  # makes the device
-from torchax_core.testing import assert_matches_torch, assert_same_error, moved, sample
+from torchax_core.testing import assert_matches_torch, assert_same_error, assert_same_result, moved, sample
 
 A, B = sample((2, 3), torch.float32), sample((3,), torch.float32, seed=1)
 FORMS = ["functional", "inplace", "out"]
@@ -154,3 +154,21 @@ def test_same_error():
 def test_an_unknown_form_is_refused():
     with pytest.raises(ValueError, match="'sideways'"):
         assert_matches_torch(torch.add, A, B, forms=["sideways"])
+
+
+def test_the_parts_of_the_sweep_are_there_too():
+    from torchax_core import conformance, testing
+
+    assert testing.run_cell is conformance.run_cell and testing.Cell is conformance.Cell
+    with pytest.raises(AttributeError, match="run_cells"):
+        testing.run_cells  # noqa: B018  # asking is the test
+
+
+def test_a_tolerance_by_dtype():
+    near = [A + 1e-3, A.double() + 1e-3]
+    by_dtype = {torch.float32: (0.0, 1e-2), torch.float64: (0.0, 1e-2)}
+    assert_same_result(near, [A, A.double()], on=None, tolerance=by_dtype.get)
+    with pytest.raises(AssertionError, match="result 1: values differ"):
+        assert_same_result(
+            near, [A, A.double()], on=None, tolerance=lambda d: by_dtype[d] if d == torch.float32 else None
+        )

@@ -3,8 +3,8 @@
     a, b = sample((2, 3), torch.float32), sample((3,), torch.float32, seed=1)
     assert_matches_torch(torch.add, a, b, forms=["functional", "inplace", "out"], grad=True)
 
-``python -m torchax_core.testing --ops 'nn.functional.conv' --dtypes float32`` runs PyTorch's own samples of many ops;
-see :mod:`torchax_core.opinfo`.
+``torchax conformance --ops 'nn.functional.conv' --dtypes float32``, or ``python -m torchax_core.testing``, runs PyTorch's
+own samples of many ops; `Cell`, `cells` and `run_cell` are its parts. See docs/conformance.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 __all__ = ["assert_matches_torch", "assert_same_error", "assert_same_result", "moved", "sample"]
+
+_CONFORMANCE = ("Cell", "Options", "Report", "Result", "cells", "known_failures", "run_cell", "sweep")
+
+
+def __getattr__(name: str) -> Any:
+    """What of `torchax_core.conformance` pack authors may use from here; imported when asked for."""
+    if name in _CONFORMANCE:
+        from torchax_core import conformance
+
+        return getattr(conformance, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 FORMS = ("functional", "inplace", "out")
 DEVICE = "jax"
@@ -180,9 +192,12 @@ def assert_same_result(
     strides: bool = False,
     on: str | None = DEVICE,
     what: str = "",
+    tolerance: Callable[[torch.dtype], tuple[float, float] | None] | None = None,
 ) -> None:
     """`actual` must be what CPU torch's `expected` is: structure, shapes, dtypes, values.
 
+    rtol, atol: for all tensors; by default torch.testing's for their dtype.
+    tolerance:  (rtol, atol) for a dtype, in place of these; or None for torch.testing's.
     values, strides: whether to compare them.
     on:    the type of device `actual`'s tensors must be on (None: any).
     what:  said in front of the message, as "torch.add".
@@ -195,6 +210,8 @@ def assert_same_result(
         raise AssertionError(f"{prefix}result is {_described(actual)}, but torch's is {_described(expected)}")
     for i, (ours, theirs) in enumerate(zip(actual_leaves, expected_leaves, strict=True)):
         name = f"{prefix}result {i}" if len(expected_leaves) > 1 else f"{prefix}result"
+        if tolerance is not None and isinstance(theirs, torch.Tensor):
+            rtol, atol = tolerance(theirs.dtype) or (None, None)
         problem = _difference(ours, theirs, rtol, atol, values=values, strides=strides, on=on)
         if problem:
             raise AssertionError(f"{name}: {problem}\n  got:   {_described(ours)}\n  torch: {_described(theirs)}")
@@ -444,6 +461,6 @@ def _described(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    from torchax_core.opinfo import app
+    from torchax_core.conformance.command import app
 
     app()

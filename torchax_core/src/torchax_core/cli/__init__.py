@@ -4,6 +4,7 @@
     torchax ops softmax                 definitions whose op's name has "softmax" in it; --missing: what nobody defines
     torchax explain aten::softmax.int   every way the op could run, the first of which is used
     torchax doctor                      versions, devices, packs, and a first op
+    torchax conformance --ops softmax   PyTorch's own op samples on device "jax", compared with CPU torch
     torchax new-pack my-pack            a complete, tested op pack to start from
 
 Each takes `--json`. Exit codes: 0, all is well; 1, a problem was found (a broken pack, an op that nobody defines, a
@@ -19,6 +20,7 @@ import warnings
 import typer
 from rich.console import Console
 
+from torchax_core.cli.conformance import conformance
 from torchax_core.cli.doctor import doctor
 from torchax_core.cli.explain import explain
 from torchax_core.cli.newpack import new_pack
@@ -38,6 +40,10 @@ app = typer.Typer(
 )
 for _command in (packs, ops, explain, doctor, new_pack):
     app.command()(_command)
+# its options are those of a command of its own, which is imported only when it is called
+app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    conformance
+)
 
 
 def main() -> None:

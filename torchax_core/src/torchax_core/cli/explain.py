@@ -56,6 +56,11 @@ def _named(op: str) -> list[Any]:
                 f"{op!r} is neither an op ('aten::add.Tensor') nor a torch function ('torch.einsum').{near_op(op)}"
             )
         return [op]
+    if find_op(op) is None:  # its library may be a pack's own, which importing the pack registers
+        table = default_env()._table
+        for pack in table.packs:
+            if pack.serves(op):
+                table.host.definitions(pack, table.config)
     every = torch_ops()
     names = [op] if op in every else [name for name in every if name.partition(".")[0] == op]
     funcs = [func for func in map(find_op, names) if func is not None]

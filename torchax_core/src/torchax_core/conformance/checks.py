@@ -1,0 +1,236 @@
+"""What each mode checks of one sample: forward, in-place and `out=` forms, views, and errors. Gradients: gradients.py."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchax_core import testing
+from torchax_core.conformance import gradients
+from torchax_core.conformance.compare import NoSample, assert_same, call, has_values, reference
+from torchax_core.conformance.samples import Sample, tensors_in
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+__all__ = ["CHECKS"]
+
+
+def _forward(op: OpInfo, sample: Sample) -> None:
+    """The result, and that the arguments are left as CPU torch leaves them."""
+    expected, expected_arguments = reference(op, sample.input)
+    values = has_values(op, op, sample.input, expected)
+    actual, arguments = call(op, sample.input, testing.DEVICE)
+    assert_same(op, op, sample.input, actual, expected, values=values)
+    ours, theirs = tensors_in(arguments), tensors_in(expected_arguments)
+    testing.assert_same_result(ours, theirs, values=values, on=None, what="arguments afterwards")
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _inplace(op: OpInfo, sample: Sample) -> None:
+    """The in-place form: returns its very `self`; on part of a larger tensor, it writes there and nowhere else."""
+    variant = op.inplace_variant
+
+    def alone(x: Any, *args: Any, **kwargs: Any) -> Any:
+        result = variant(x, *args, **kwargs)
+        if isinstance(x, torch.Tensor) and result is not x:
+            raise AssertionError("the in-place form returned another tensor than its `self`")
+        return x
+
+    def on_part(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        base = torch.stack([x, x, x], dim=-1)
+        alone(base[..., 1], *args, **kwargs)
+        return base
+
+    _same_or_same_error(op, alone, sample.input)
+    if sample.first and isinstance(sample.input.input, torch.Tensor) and sample.input.input.layout == torch.strided:
+        _same_or_same_error(op, on_part, sample.input, "on part of a tensor, the whole of it")
+
+
+def _out(op: OpInfo, sample: Sample) -> None:
+    """`out=`: returned itself, resized with torch's warning, cast or refused by torch's rules. Of all but the first sample
+    only the plain case."""
+    like, _ = reference(op, sample.input)
+    tensors = tensors_in(like)
+    if not tensors:
+        raise NoSample
+    forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"out=": torch.zeros_like}
+    if sample.first and all(x.layout == torch.strided for x in tensors):
+        forms |= _OUTS
+    for what, make in forms.items():
+        _same_or_same_error(op, _writing(op, pytree.tree_map(make, like)), sample.input, what)
+
+
+def _writing(op: OpInfo, made: Any) -> Callable[..., Any]:
+    """`op` writing to copies of `made`, which are its result, with whether torch warned of resizing them."""
+
+    def write(x: Any, *args: Any, **kwargs: Any) -> Any:
+        outs = testing.moved(made, _device_of(x, args, kwargs))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = op(x, *args, **kwargs, out=outs)
+        for given, returned in zip(pytree.tree_leaves(outs), pytree.tree_leaves(result), strict=True):
+            if given is not returned:
+                raise AssertionError("the returned tensor is not the one given as `out`")
+        resized = any("was resized since it had shape" in str(w.message) for w in caught)
+        return outs, f"torch warns of resizing: {resized}"
+
+    return write
+
+
+def _device_of(x: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = tensors_in((x, args, kwargs))
+    return tensors[0].device if tensors else kwargs.get("device", _place.device)
+
+
+class _Place:
+    """Where ops without a tensor or device among their arguments write to."""
+
+    device = "cpu"
+
+
+_place = _Place()
+
+
+def _larger(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((*x.shape, 2), dtype=x.dtype)
+
+
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((*x.shape, 2), dtype=x.dtype)[..., 1]
+
+
+def _wider(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(x.shape, dtype=torch.complex128 if x.is_complex() else torch.float64)
+
+
+_OUTS = {
+    "out= of size 0": lambda x: torch.zeros(0, dtype=x.dtype),
+    "out= of another size": _larger,
+    "out= non-contiguous": _strided,
+    "out= in double precision": _wider,
+    "out= int64": lambda x: torch.zeros(x.shape, dtype=torch.int64),
+}
+
+
+def _same_or_same_error(op: OpInfo, fn: Callable[..., Any], sample: SampleInput, what: str = "", **more: Any) -> None:
+    """Where CPU torch raises, the device must raise the same."""
+    _place.device = "cpu"
+    try:
+        expected, _ = call(fn, sample, "cpu")
+    except AssertionError:
+        raise NoSample from None  # torch itself does not keep to what is checked
+    except Exception as error:
+        expected_error = error
+    else:
+        values = has_values(op, fn, sample, expected)
+        _place.device = testing.DEVICE
+        actual, _ = call(fn, sample, testing.DEVICE)
+        assert_same(op, fn, sample, actual, expected, values=values, what=what, **more)
+        return
+    _place.device = testing.DEVICE
+    _raises(fn, sample, expected_error, what)
+
+
+def _raises(fn: Callable[..., Any], sample: SampleInput, expected: Exception, what: str) -> Exception:
+    """The error of `fn` on the device, which must be of the type of CPU torch's."""
+    said = f"{what}: " if what else ""
+    theirs = f"torch {type(expected).__name__}: {_short(expected)}"
+    try:
+        result, _ = call(fn, sample, testing.DEVICE)
+    except Exception as error:
+        if isinstance(error, type(expected)):
+            return error
+        raise AssertionError(f"{said}raises {type(error).__name__}: {_short(error)}, but {theirs}") from error
+    raise AssertionError(f"{said}raises nothing and gives {testing._described(result)[:200]}, but {theirs}")
+
+
+def _short(error: Exception) -> str:
+    return repr(str(error)[:200])
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
+
+
+def _view(op: OpInfo, sample: Sample) -> None:
+    """Where CPU torch gives a view of the input: its strides, and that writing to either is seen in the other."""
+    given = sample.input
+    if not isinstance(given.input, torch.Tensor) or given.input.layout != torch.strided:
+        raise NoSample
+    result, arguments = reference(op, given)
+    theirs = pytree.tree_leaves(result)
+    found = [i for i, part in enumerate(theirs) if _aliases(part, arguments[0])]
+    if not found:
+        raise NoSample
+    actual, _ = call(op, given, testing.DEVICE)
+    ours = pytree.tree_leaves(actual)
+    for i in found:
+        testing.assert_same_result(ours[i], theirs[i], strides=True, what="view")
+
+    def write_view(*args: Any, **kwargs: Any) -> Any:
+        view = pytree.tree_leaves(op(*args, **kwargs))[found[0]]
+        view.copy_(testing.sample(view.shape, view.dtype, seed=11))
+        return view, args[0]
+
+    def write_base(*args: Any, **kwargs: Any) -> Any:
+        view = pytree.tree_leaves(op(*args, **kwargs))[found[0]]
+        args[0].copy_(testing.sample(args[0].shape, args[0].dtype, seed=12))
+        return view, args[0]
+
+    if torch._debug_has_internal_overlap(theirs[found[0]]) != _TOO_HARD or not _overlaps(theirs[found[0]]):
+        _same_or_same_error(op, write_view, given, "after writing to the view", strides=True)
+    _same_or_same_error(op, write_base, given, "after writing to the base", strides=True)
+
+
+_TOO_HARD = 2  # torch cannot tell whether elements of a tensor share memory, and lets it be written to in any order
+
+
+def _overlaps(view: torch.Tensor) -> bool:
+    reach = 1 + sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
+    positions = torch.arange(reach).as_strided(view.shape, view.stride())
+    return positions.unique().numel() < view.numel()
+
+
+def _aliases(part: Any, x: torch.Tensor) -> bool:
+    if not isinstance(part, torch.Tensor) or part.layout != torch.strided or not part.numel():
+        return False
+    same_memory = part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    return same_memory and (part is x or part._is_view())  # unsafe_split shares memory, but is no view
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def _error(op: OpInfo, sample: Sample) -> None:
+    """What CPU torch refuses is refused by the same type of exception, whose message fits torch's own pattern."""
+    try:
+        call(op, sample.input, "cpu")
+    except Exception as error:
+        expected = error
+    else:
+        raise NoSample
+    actual = _raises(op, sample.input, expected, "")
+    assert sample.error is not None
+    pattern = sample.error.error_regex
+    if re.search(pattern, str(expected)) and not re.search(pattern, str(actual)):
+        raise AssertionError(f"says {_short(actual)}, which torch's pattern {pattern!r} does not fit")
+
+
+CHECKS: dict[str, Callable[[Any, Sample], None]] = {
+    "forward": _forward,
+    "inplace": _inplace,
+    "out": _out,
+    "grad.first": gradients.first,
+    "grad.second": gradients.second,
+    "grad.forward": gradients.forward,
+    "view": _view,
+    "error": _error,
+}
+"""By mode: raises AssertionError, or whatever the device raises, for a sample that is wrong; NoSample if it says nothing."""
