@@ -320,3 +320,120 @@ def test_changed_weights_are_seen() -> None:
         assert torch.equal(after[0], model.bias)
         model.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
         torch.testing.assert_close(run(x), x.sum().expand(1, 2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        lambda p: torch.optim.RMSprop(p, lr=1e-2),
+        lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    ],
+    ids=["SGD", "AdamW", "RMSprop", "Adagrad"],
+)
+def test_compiled_optimizer_step(make) -> None:
+    def train(device: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+        optimizer = make(model.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        step = optimizer.step if device == "cpu" else compiled(lambda: optimizer.step())
+        for seed in range(5):
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).to(device)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), torch.tensor([0, 1, 2, 0, 1, 2]).to(device)).backward()
+            step()
+            schedule.step()
+        return model
+
+    ours = train("jax")
+    for name, parameter in train("cpu").named_parameters():
+        close(ours.get_parameter(name).detach(), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+# -- tensors that live on the CPU ----------------------------------------------------------------
+
+
+def test_cpu_model_trains_on_the_device_and_results_come_back() -> None:
+    eager = network()
+    model = copy.deepcopy(eager)
+    run = compiled(model, fullgraph=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model)]
+    for seed in range(3):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+        losses = []
+        for fn, optimizer in zip((eager, run), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = fn(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert losses[1].device.type == "cpu"
+        torch.testing.assert_close(losses[1], losses[0])
+    for (name, ours), wanted in zip(model.state_dict().items(), eager.state_dict().values(), strict=True):
+        assert ours.device.type == "cpu", name
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_cpu_weights_are_kept_in_step() -> None:
+    model = nn.Linear(3, 2).eval()
+    run = compiled(model)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(run(x), model(x))
+    model.weight.mul_(2)
+    torch.testing.assert_close(run(x), model(x))
+    model.weight.data.add_(1)  # without a new version
+    torch.testing.assert_close(run(x), model(x))
+    model.bias.numpy()[:] = 7  # behind torch's back
+    torch.testing.assert_close(run(x), model(x))
+    model.weight.data = torch.zeros(2, 3)
+    torch.testing.assert_close(run(x), torch.full((4, 2), 7.0))
+
+
+def test_cpu_inputs_are_written_and_views_alias() -> None:
+    def f(x, y):
+        x.add_(1)
+        y[1].zero_()
+        z = x + y
+        return z, z[0], x.t()
+
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    a, b = x.clone(), y.clone()
+    results = compiled(f, fullgraph=True)(a, b)
+    for ours, wanted in zip((*results, a, b), (*f(x, y), x, y), strict=True):
+        torch.testing.assert_close(ours, wanted)
+    results[1].zero_()
+    assert results[0][0].abs().sum() == 0
+    results[2].zero_()
+    assert a.abs().sum() == 0
+
+
+def test_result_does_not_change_with_a_cpu_argument() -> None:
+    run = compiled(lambda x, y: (x, x.view(-1), y + 1))
+    x = torch.ones(3)
+    results = run(x, torch.zeros(3))
+    x.zero_()
+    assert results[0] is x
+    assert results[1].sum() == 0
+    assert results[2].sum() == 3
+
+
+def test_backward_after_the_weights_changed_is_torchs_error() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    y = compiled(model)(torch.randn(2, 3)).sum()
+    with torch.no_grad():
+        model[1].weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_moves_inside_the_function() -> None:
+    def f(x):
+        return (x.to("jax") * 2).cpu() + torch.ones(3), x.to("jax")
+
+    x = torch.randn(3)
+    result, moved = compiled(f, fullgraph=True)(x)
+    torch.testing.assert_close(result, x * 2 + 1)
+    close(moved, x)

@@ -21,6 +21,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchax_core  # noqa: F401 - the device; this module may be the first of the package that is imported
 from torchax_core import log
@@ -102,7 +103,8 @@ class CompiledGraph:
 
     def _make(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[int]]:
         """The compiled function for such arguments, and which of them it writes to."""
-        mode = FakeTensorMode()
+        # shapes are static; the shape environment is for numbers read from tensors (a learning rate that dynamo has put in one)
+        mode = FakeTensorMode(shape_env=ShapeEnv())
         context = TracingContext(mode)
         with tracing(context):
             fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
@@ -114,6 +116,7 @@ class CompiledGraph:
                 inference_compiler=lambda graph, _: GraphProgram(graph, "forward"),
                 partition_fn=min_cut_rematerialization_partition,
                 keep_inference_input_mutations=True,
+                ignore_shape_env=True,
             )
         metadata = context.fw_metadata
         assert metadata is not None
