@@ -8,6 +8,9 @@ shapes: definitions and overrides in force then are those of the program.
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jec
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -26,11 +30,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import torchax_core  # noqa: F401 - the device; this module may be the first of the package that is imported
 from torchax_core import log
 from torchax_core.config import Config
-from torchax_core.convert import array_from_torch, torch_from_array
+from torchax_core.convert import is_traced, torch_from_array
+from torchax_core.cpu_arrays import CpuArgument, shares_memory
 from torchax_core.dtypes import torch_dtype
 from torchax_core.environment import current_env
+from torchax_core.errors import ConversionError
 from torchax_core.packs import host
-from torchax_core.tensor import DEVICE, Aval, Tensor, active, make_tensor, share_tensor
+from torchax_core.tensor import DEVICE, DEVICE_TYPE, Aval, Tensor, active, make_tensor, share_tensor
 from torchax_core.trace import Trace, promote_placeholders
 from torchax_core.view import View, make_view
 
@@ -103,6 +109,12 @@ class CompiledGraph:
 
     def _make(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[int]]:
         """The compiled function for such arguments, and which of them it writes to."""
+        strange = {a.device for a in args if isinstance(a, torch.Tensor) and a.device.type not in (DEVICE_TYPE, "cpu")}
+        if strange:
+            raise ConversionError(
+                f'torch.compile(backend="torchax") takes tensors on devices jax and cpu, but got one on {strange.pop()}. '
+                "Move it first, with `.to('jax')`."
+            )
         # shapes are static; the shape environment is for numbers read from tensors (a learning rate that dynamo has put in one)
         mode = FakeTensorMode(shape_env=ShapeEnv())
         context = TracingContext(mode)
@@ -111,7 +123,7 @@ class CompiledGraph:
             run = aot_module_simplified(
                 self.graph,
                 fakes,
-                fw_compiler=lambda graph, _: GraphProgram(graph, "forward"),
+                fw_compiler=lambda graph, _: GraphProgram(graph, "forward", _results_of(context)),
                 bw_compiler=lambda graph, _: GraphProgram(graph, "backward"),
                 inference_compiler=lambda graph, _: GraphProgram(graph, "forward"),
                 partition_fn=min_cut_rematerialization_partition,
@@ -124,6 +136,12 @@ class CompiledGraph:
         return run, [
             i - parameters for i, info in enumerate(metadata.input_info) if info.mutates_data and i >= parameters
         ]
+
+
+def _results_of(context: TracingContext) -> int:
+    """How many results of a forward graph are the function's; those after them are saved for the backward."""
+    assert context.fw_metadata is not None
+    return context.fw_metadata.num_forward
 
 
 def _signature(a: Any) -> Any:
@@ -139,9 +157,10 @@ class GraphProgram:
 
     _boxed_call = True  # called with one list, which it empties
 
-    def __init__(self, graph: torch.fx.GraphModule, name: str) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, name: str, returned: int | None = None) -> None:
         self.graph = graph
         self.name = name
+        self.returned = returned  # the results after these stay on the device, wherever the graph has them
         self.made: dict[Any, _Program] = {}
         _onto_device(graph)
 
@@ -153,7 +172,7 @@ class GraphProgram:
         program = self.made.get(key)
         if program is None:
             self.made.clear()
-            program = self.made[key] = _Program(self.graph, self.name, inputs, environment)
+            program = self.made[key] = _Program(self, inputs, environment)
         return program.run(inputs)
 
 
@@ -175,16 +194,18 @@ def _device_of_constant(value: Any) -> Any:
 class _Program:
     """One traced and compiled graph."""
 
-    def __init__(self, graph: torch.fx.GraphModule, name: str, inputs: list[Any], environment: Any) -> None:
+    def __init__(self, owner: GraphProgram, inputs: list[Any], environment: Any) -> None:
+        start = time.perf_counter()
+        graph = owner.graph
         self.environment = environment
         self.places = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]
-        output = next(n for n in graph.graph.nodes if n.op == "output")
-        placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        numbers = {node: i for i, node in enumerate(placeholders)}
-        start = time.perf_counter()
-        arrays = self._arrays(inputs)
+        self.on_cpu = {i: CpuArgument() for i in self.places if not isinstance(inputs[i], Tensor)}
+        self.donated: frozenset[int] = frozenset()
         random = environment.random
-        returned = output.args[0]
+        nodes = list(graph.graph.nodes)
+        numbers = {node: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
+        results_of = nodes[-1].args[0]
+        kept = len(results_of) if owner.returned is None else owner.returned
 
         def traced(key: Any, count: Any, *tracers: Any) -> list[Any]:
             trace = self.trace = Trace(environment, key, count)
@@ -201,47 +222,57 @@ class _Program:
             try:
                 with torch.no_grad():
                     results = graph(*inner)
-                return self._collect(trace, results, returned, numbers, given)
+                wanted = [_Wanted(node, numbers.get(node), i < kept) for i, node in enumerate(results_of)]
+                return self._collect(trace, results, wanted, given)
             finally:
                 active.trace, active.kernels = before
                 trace.restore()
 
-        jaxpr = jax.make_jaxpr(traced)(random.key, np.uint32(0), *arrays)
+        jaxpr = jax.make_jaxpr(traced)(random.key, np.uint32(0), *self._arrays(inputs))
         trace = self.trace
         del self.trace
         self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
         self.draws = trace.draws
-        by_index = sorted(trace.lifted.values(), key=lambda entry: trace.bound[id(entry.tracer)])
-        self.captured = [entry.store for entry in by_index]
+        reads: list[tuple[int, Callable[[], Any]]] = [
+            (trace.bound[id(entry.tracer)], functools.partial(getattr, entry.store, "array"))
+            for entry in trace.lifted.values()
+        ]
+        reads += [(trace.bound[id(tracer)], read) for read, tracer in trace.host_inputs]
+        self.captured = [read for _, read in sorted(reads, key=lambda pair: pair[0])]
+        if environment.config.donate:
+            self.donated = frozenset(place for place, _ in self.writes if place not in self.on_cpu)
         run = jec.jaxpr_as_fun(self.jaxpr)
-        run.__name__ = f"compiled_{name}"
-        self.compiled = jax.jit(run)
+        run.__name__ = f"compiled_{owner.name}"
+        numbers_given = [2 + i for i, place in enumerate(self.places) if place in self.donated]
+        self.compiled = jax.jit(run, donate_argnums=numbers_given)
         if log.recompiles:
-            log.logger.info("torch.compile %s: traced (%.2f s)", name, time.perf_counter() - start)
+            log.logger.info("torch.compile %s: traced (%.2f s)", owner.name, time.perf_counter() - start)
 
-    def _collect(self, trace: Trace, results: Any, returned: Any, numbers: Any, given: Any) -> list[Any]:
+    def _collect(self, trace: Trace, results: Any, wanted: list[_Wanted], given: Any) -> list[Any]:
         outputs: list[Any] = []
         places: dict[int, int] = {}
+        # what lies in a CPU tensor's memory changes with it, and so is no result as it is
+        borrowed = {id(tracer) for place, (_, tracer) in given.items() if place in self.on_cpu}
 
         def out(array: Any) -> int:
             if id(array) not in places:
                 places[id(array)] = len(outputs)
-                outputs.append(array)
+                outputs.append(jnp.copy(array) if id(array) in borrowed else array)
             return places[id(array)]
 
         self.results: list[_Result] = []
         stores = collections.Counter(
             id(v._store) for v in {id(v): v for v in results if isinstance(v, Tensor)}.values()
         )
-        for node, value in zip(returned, results, strict=True):
+        for want, value in zip(wanted, results, strict=True):
             if not isinstance(value, torch.Tensor):
                 self.results.append(_Constant(value))
                 continue
-            fake = node.meta.get("val")
-            cpu = isinstance(fake, torch.Tensor) and fake.device.type == "cpu"
+            fake = want.node.meta.get("val")
+            cpu = want.returned and isinstance(fake, torch.Tensor) and fake.device.type == "cpu"
             trace.lift(value)
-            if node in numbers:
-                self.results.append(_Input(numbers[node]))
+            if want.place is not None:
+                self.results.append(_Input(want.place))
             elif stores[id(value._store)] > 1 and not (cpu and value.dtype != torch_dtype(value._store.array.dtype)):
                 self.results.append(_Shared(out(value._store.array), value, cpu))
             else:
@@ -255,19 +286,42 @@ class _Program:
         return outputs
 
     def _arrays(self, inputs: list[Any]) -> list[Any]:
-        return [
-            a._array() if isinstance(a, Tensor) else array_from_torch(a)
-            for a in [inputs[place] for place in self.places]
-        ]
+        arrays = []
+        for place in self.places:
+            a = inputs[place]
+            if not isinstance(a, Tensor):
+                arrays.append(self.on_cpu[place].array(a))
+                continue
+            array = a._array()
+            # 3: the storage's reference, the local one, getrefcount's argument; any more, and it is needed elsewhere
+            if place in self.donated and not is_traced(array) and sys.getrefcount(array) > 3:
+                array = jnp.copy(array)
+            arrays.append(array)
+        return arrays
+
+    def _random(self) -> tuple[Any, Any]:
+        """Key and count for the draws of one run, which are counted as made."""
+        random, trace = self.environment.random, active.trace
+        if trace is not None and self.draws:
+            arguments = trace.random_arguments(random)
+            trace.draws += self.draws - 1
+            return arguments
+        count = random.count
+        random.count += self.draws
+        return random.key, np.uint32(count & 0xFFFF_FFFF)
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run on these inputs."""
-        random = self.environment.random
+        trace = active.trace
+        if trace is not None:
+            trace.lift_all(inputs)
         arrays = self._arrays(inputs)
-        count = np.uint32(random.count & 0xFFFF_FFFF)
+        arrays += [read() for read in self.captured]
         with jax.enable_x64(True):
-            outputs = self.compiled(random.key, count, *arrays, *[store.array for store in self.captured])
-        random.count += self.draws
+            outputs = self.compiled(*self._random(), *arrays)
+        del arrays  # what was donated is gone
+        if self.on_cpu and shares_memory() and trace is None:
+            jax.block_until_ready(outputs)  # torch code may write to the memory that it reads
         for place, at in self.writes:
             a = inputs[place]
             if isinstance(a, Tensor):
@@ -275,7 +329,20 @@ class _Program:
             else:
                 a.copy_(torch_from_array(outputs[at]))
         bases: dict[int, torch.Tensor] = {}
-        return [result.value(inputs, outputs, bases) for result in self.results]
+        results = [result.value(inputs, outputs, bases) for result in self.results]
+        if trace is not None:
+            trace.note(results)
+        return results
+
+
+@dataclasses.dataclass
+class _Wanted:
+    """What is known of a result before the graph is run: its node, the argument that it is, if it is one, and whether the
+    function returns it, rather than saving it for its backward."""
+
+    node: torch.fx.Node
+    place: int | None
+    returned: bool
 
 
 class _Constant:
