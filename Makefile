@@ -37,6 +37,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml $(DISTS:%=%/pyproject.toml)
 	@test -n "$(PYTHON)" || { echo "make setup needs Python 3.11 or newer on the PATH (or PYTHON=/path/to/python)"; exit 1; }
 	@test -x $(PY) || $(call timed,create $(VENV),$(PYTHON) -m venv $(VENV))
+	@$(if $(VISION),,$(PY) -m pip uninstall -qq --yes torchax-ops-vision timm torchvision)
 	@$(call timed,pip,$(PY) -m pip install --quiet --upgrade "pip>=25.1" "setuptools>=77" wheel)
 	@$(call timed,install,$(PY) -m pip install --quiet --no-build-isolation \
 	    torch==$(TORCH) $(if $(VISION),torchvision==$(VISION)) jax==$(JAX) jaxlib==$(JAX) \

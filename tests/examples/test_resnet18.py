@@ -1,6 +1,8 @@
 """examples/resnet18.py: torchvision's resnet18 computes on device "jax" what it computes on CPU."""
 
 import pytest
+
+pytest.importorskip("torchvision", reason="the example runs torchvision's resnet18")
 import resnet18
 
 

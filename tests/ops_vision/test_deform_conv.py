@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+
+pytest.importorskip("torchvision", reason="the vision pack's tests need torchvision")
 from torchvision.ops import DeformConv2d, deform_conv2d
 
 import torchax_core

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+
+pytest.importorskip("torchvision", reason="the vision pack's tests need torchvision")
 import torchvision
 
 from torchax_core.testing import sample

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("torchvision", reason="the vision pack's tests need torchvision")
 import torchvision
 from torchvision.ops import batched_nms, nms
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+
+pytest.importorskip("torchvision", reason="the vision pack's tests need torchvision")
 from torchvision.ops import MultiScaleRoIAlign, ps_roi_align, ps_roi_pool, roi_align, roi_pool
 
 import torchax_core
