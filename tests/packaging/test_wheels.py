@@ -18,9 +18,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheels, folder):
     assert len(metadata.partition("\n\n")[2]) > 200, "the README is the description"
 
 
-def test_the_core_alone_says_what_to_install(make_site, wheels):
-    site = make_site(wheels["torchax-core"])
-    found = site.python_json("""
+def test_the_core_alone_says_what_to_install(fork):
+    code = """
         import json, warnings
         warnings.simplefilter("error")
         import torch, torchax_core
@@ -32,14 +31,15 @@ def test_the_core_alone_says_what_to_install(make_site, wheels):
             except NotImplementedError as error:
                 found[name] = [type(error).__name__, str(error)]
         print(json.dumps(found))
-    """)
-    assert str(site.folder) in found["file"] and found["device"] == "jax"
+    """
+    found = fork.json(code, "torchax-core")
+    assert str(fork.installed["torchax-core"]) in found["file"] and found["device"] == "jax"
     kind, message = found["aten"]
     assert kind == "OperatorNotFound" and "aten::add.Tensor" in message
     assert "pip install torchax-ops-aten" in message
-    packs = site.run("torchax", "packs")
+    packs = fork.torchax("packs", "torchax-core")
     assert packs.returncode == 0 and "pip install torchax-ops-aten" in packs.stdout
-    assert site.run("torchax", "doctor").returncode == 1
+    assert fork.torchax("doctor", "torchax-core").returncode == 1
 
 
 def test_core_and_aten_run_and_are_found(make_site, wheels):

@@ -13,8 +13,10 @@ import jax
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from torchax_core.forking import in_bad_fork
 from torchax_core.tensor import DEVICE, DEVICE_TYPE, Tensor
 from torchax_core.variants import find_op, op_name
+from torchax_core.view import View
 
 __all__ = ["register", "register_factories"]
 
@@ -40,7 +42,7 @@ class _DeviceModule(types.ModuleType):
         """Nothing to do."""
 
     def _is_in_bad_fork(self) -> bool:
-        return False
+        return in_bad_fork()
 
     def device_count(self) -> int:
         """1: one logical device, however many chips its arrays are sharded over."""
@@ -179,6 +181,24 @@ def register() -> None:
     torch.serialization.register_package(15, _tag, _restore)
     for name in ("aten::empty.memory_format", "aten::empty_strided", "aten::_copy_from", "aten::_copy_from_and_resize"):
         _register(find_op(name))
+    _library.impl("_pin_memory", _pin_memory, "CPU")
+    for kind in (Tensor, View):
+        torch.utils.data._utils.collate.default_collate_fn_map[kind] = _collate
+
+
+def _collate(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """What a DataLoader makes of rows on device "jax". torch's own way, in a worker, allocates shared memory for the batch,
+    of which there is none on this device."""
+    return torch.stack(batch)
+
+
+def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """A copy in ordinary memory: JAX has no pinned host memory to copy from, and `DataLoader(pin_memory=True)` asks for it
+    on every accelerator. torch's own, which asks the device's C++ hooks for an allocator, is for other devices."""
+    if device is None or torch.device(device).type == DEVICE_TYPE:
+        return self.clone()
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    return torch.ops.aten._pin_memory.default._op_dk(key, self, device)
 
 
 def _tag(storage: Any) -> str | None:

@@ -25,6 +25,7 @@ from torchax_core import bridge, composite, functions, log
 from torchax_core.config import Config
 from torchax_core.device import register_factories
 from torchax_core.errors import OpNameError
+from torchax_core.forking import watch_forks
 from torchax_core.kernel import DataDependentKernel, DirectKernel, LoweringKernel, ViewKernel
 from torchax_core.opset import Definition, Origin, ViewDefinition, ViewRules
 from torchax_core.overrides import DecliningKernel
@@ -538,3 +539,4 @@ def _after_change() -> None:
 host().on_load.append(_after_load)
 host().on_known.append(_after_known)
 host().on_change.append(_after_change)
+watch_forks(Environment)

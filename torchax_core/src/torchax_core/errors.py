@@ -12,6 +12,7 @@ __all__ = [
     "ConversionError",
     "DataDependentError",
     "DuplicateOpError",
+    "ForkedProcessError",
     "LeakedTracerError",
     "LoweringMismatchError",
     "OpNameError",
@@ -81,6 +82,10 @@ class DataDependentError(TorchaxError, RuntimeError):
 
     Names the line, and the ways out.
     """
+
+
+class ForkedProcessError(TorchaxError, RuntimeError):
+    """An op was called in a process forked from one that had already used JAX. Says how to start it instead."""
 
 
 class LeakedTracerError(TorchaxError, RuntimeError):
