@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import torchax_core
 
 
 @pytest.fixture(autouse=True)
@@ -437,3 +440,110 @@ def test_moves_inside_the_function() -> None:
     result, moved = compiled(f, fullgraph=True)(x)
     torch.testing.assert_close(result, x * 2 + 1)
     close(moved, x)
+
+
+# -- definitions ---------------------------------------------------------------------------------
+
+
+def test_override_changes_what_a_compiled_function_computes() -> None:
+    env = torchax_core.current_env()
+    run = compiled(lambda x: x.exp() + 1, fullgraph=True)
+    x = torch.ones(3, device="jax", requires_grad=True)
+    before = run(x)
+    with env.override_op_definition("aten::exp", lambda self: self * 100, is_jax_function=True):
+        close(run(x).detach(), torch.full((3,), 101.0))
+    assert torch.equal(run(x), before)
+
+
+def attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_override_of_a_composite_op_with_gradients() -> None:
+    def mine(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if query.shape[-1] == 8:
+            return NotImplemented
+        return jnp.sin(query) * key + value
+
+    env = torchax_core.current_env()
+    run = compiled(attention, fullgraph=True)
+    q, k, v = (torch.randn(1, 2, 4, 4, device="jax", requires_grad=True) for _ in range(3))
+    wide = torch.randn(1, 2, 4, 8, device="jax")
+    run(q, k, v)
+    with env.override_op_definition("aten::scaled_dot_product_attention", mine, is_jax_function=True):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                close(run(q, k, v).detach(), (q.cpu().sin() * k.cpu() + v.cpu()).detach())
+        run(q, k, v).sum().backward()
+        close(q.grad, (q.cpu().cos() * k.cpu()).detach())
+        close(run(wide, wide, wide), attention(wide.cpu(), wide.cpu(), wide.cpu()))
+    close(run(q, k, v).detach(), attention(q.cpu(), k.cpu(), v.cpu()).detach())
+
+
+def graphs_of(fn, *args) -> list[str]:
+    """The names of the ops in the graphs that fn's forward and backward become."""
+    from torchax_core import dynamo
+
+    found: list[str] = []
+    original = dynamo.GraphProgram.__init__
+
+    def spying(self, graph, name, returned=None):
+        found.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        original(self, graph, name, returned)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamo.GraphProgram, "__init__", spying)
+        compiled(fn)(*args).sum().backward()
+    return found
+
+
+def test_attention_stays_whole_with_gradients_like_torchs() -> None:
+    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
+    ours = [t.to("jax").requires_grad_() for t in (q, k, v)]
+    cpu = [t.requires_grad_() for t in (q, k, v)]
+    ops = graphs_of(attention, *ours)
+    assert "torchax.whole.default" in ops
+    assert "torchax.whole_backward.default" in ops
+    assert not any("softmax" in op for op in ops)
+    attention(*cpu).sum().backward()
+    for a, b in zip(ours, cpu, strict=True):
+        close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_with_dropout_repeats_in_its_backward() -> None:
+    def f(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+    q, k = (torch.randn(1, 1, 16, 4, device="jax") for _ in range(2))
+    v = torch.randn(1, 1, 16, 4, device="jax", requires_grad=True)
+    run = compiled(f, fullgraph=True)
+    torch.manual_seed(3)
+    first = run(q, k, v)
+    first.sum().backward()
+    # linear in v, so that the gradient of the sum, times v, is the sum again, if the mask was the same
+    torch.testing.assert_close((v.grad * v).sum().detach(), first.sum().detach(), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(run(q, k, v), first)
+    torch.manual_seed(3)
+    assert torch.equal(run(q, k, v), first)
+
+
+def test_override_of_a_torch_function() -> None:
+    env = torchax_core.current_env()
+
+    def f(x):
+        return F.hardswish(x) * 3
+
+    run = compiled(f, fullgraph=True)
+    x = torch.randn(4, device="jax", requires_grad=True)
+    close(run(x).detach(), f(x.cpu()).detach())
+    name = "torch.nn.functional.hardswish"
+    with env.override_op_definition(name, lambda input, inplace=False: jnp.sin(input), is_jax_function=True):
+        result = run(x)
+        result.sum().backward()
+        close(result.detach(), (x.cpu().sin() * 3).detach())
+        close(x.grad, (x.cpu().cos() * 3).detach())
+    with env.override_op_definition(name, lambda input, inplace=False: torch.cos(input)):
+        close(run(x).detach(), (x.cpu().cos() * 3).detach())
+    with env.override_op_definition(name, lambda input, inplace=False: NotImplemented, is_jax_function=True):
+        close(run(x).detach(), f(x.cpu()).detach())
+    close(run(x).detach(), f(x.cpu()).detach())

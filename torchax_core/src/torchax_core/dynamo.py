@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchax_core  # noqa: F401 - the device; this module may be the first of the package that is imported
-from torchax_core import log
+from torchax_core import functions, log
 from torchax_core.config import Config
 from torchax_core.convert import is_traced, torch_from_array
 from torchax_core.cpu_arrays import CpuArgument, shares_memory
@@ -39,6 +39,7 @@ from torchax_core.packs import host
 from torchax_core.tensor import DEVICE, DEVICE_TYPE, Aval, Tensor, active, make_tensor, share_tensor
 from torchax_core.trace import Trace, promote_placeholders
 from torchax_core.view import View, make_view
+from torchax_core.whole import keeping_whole
 
 __all__ = ["backend"]
 
@@ -49,6 +50,23 @@ torch._C._set_only_lift_cpu_tensors(True)
 # Where dynamo runs code that it has not compiled, our own frames and JAX's are none of its business.
 for _name in ("torchax_core", "jax", "jaxlib", *{pack.target.partition(".")[0] for pack in host().packs(Config())}):
     torch._dynamo.trace_rules.add(_name)
+
+_left_whole: set[Any] = set()
+
+
+def _leave_functions_whole() -> None:
+    """Let dynamo leave defined torch functions in its graphs, rather than look into them; what it has compiled before, it
+    compiles again. Functions that are no longer defined stay in graphs, and are run as they are."""
+    new = set(functions.defined()) - _left_whole
+    if new:
+        _left_whole.update(new)
+        for function in new:
+            torch._dynamo.allow_in_graph(function)
+        torch._dynamo.reset()
+
+
+functions.followers.append(_leave_functions_whole)
+_leave_functions_whole()
 
 _KEPT = 16  # compiled variants of one graph, before the oldest is let go
 
@@ -118,7 +136,7 @@ class CompiledGraph:
         # shapes are static; the shape environment is for numbers read from tensors (a learning rate that dynamo has put in one)
         mode = FakeTensorMode(shape_env=ShapeEnv())
         context = TracingContext(mode)
-        with tracing(context):
+        with tracing(context), keeping_whole():
             fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
             run = aot_module_simplified(
                 self.graph,

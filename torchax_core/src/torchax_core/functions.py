@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torchax_core.opset import Definition
 from torchax_core.overrides import Declined
 from torchax_core.tensor import Tensor, active, resolve_active
 
-__all__ = ["chain", "find_function", "function_name", "refresh"]
+__all__ = ["chain", "defined", "find_function", "followers", "function_name", "refresh"]
 
 _off = torch._C._disabled_torch_function_impl
 
@@ -62,6 +63,17 @@ def refresh() -> None:
     else:
         Tensor.__torch_function__ = _off  # type: ignore[assignment]
     _table.cache_clear()
+    for follow in followers:
+        follow()
+
+
+followers: list[Callable[[], None]] = []
+"""Called when the set of defined functions may have changed."""
+
+
+def defined() -> dict[Any, str]:
+    """The function objects that are defined now, and their names."""
+    return _table()
 
 
 def _named() -> set[str]:
