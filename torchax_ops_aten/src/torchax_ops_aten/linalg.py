@@ -738,10 +738,15 @@ def cdist_forward(x1, x2, p, compute_mode):
 
 
 @ops.lowering("aten::_cdist_backward", static=("p",))
-def cdist_backward(grad_output, x1, x2, p, cdist):
+def cdist_backward(x1, x2, p, cdist, grad_output=None, grad=None):
     """The gradient of `cdist` by `x1`: (..., r1, k), with the batches of both."""
     slope = _distance_gradient(x1[..., :, None, :] - x2[..., None, :, :], cdist, p)
-    return (grad_output[..., None] * slope).sum(-2)
+    return (_given(grad_output, grad)[..., None] * slope).sum(-2)
+
+
+def _given(grad_output: jax.Array | None, grad: jax.Array | None) -> jax.Array:
+    """The gradient that came in: the schemas of these two ops call it `grad` before torch 2.14."""
+    return grad if grad_output is None else grad_output
 
 
 def _pairs(n: int) -> tuple[jax.Array, jax.Array]:
@@ -763,11 +768,12 @@ def pdist_forward(self, p=2.0):
 
 
 @ops.lowering("aten::_pdist_backward", static=("p",))
-def pdist_backward(grad_output, self, p, pdist):
+def pdist_backward(self, p, pdist, grad_output=None, grad=None):
     """The gradient of `pdist` by `self`: that of all pairs both ways round, as for `cdist`."""
     n = self.shape[0]
     if n <= 1:
         return jnp.zeros_like(self)
     i, j = _pairs(n)
-    grads, distances = (jnp.zeros((n, n), x.dtype).at[i, j].set(x).at[j, i].set(x) for x in (grad_output, pdist))
-    return cdist_backward(grads, self, self, p, distances)
+    pairs = (_given(grad_output, grad), pdist)
+    grads, distances = (jnp.zeros((n, n), x.dtype).at[i, j].set(x).at[j, i].set(x) for x in pairs)
+    return cdist_backward(self, self, p, distances, grads)
