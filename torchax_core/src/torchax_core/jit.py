@@ -15,6 +15,7 @@ inputs, storages it writes become outputs and take their new values after each c
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -175,6 +176,12 @@ def compile(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
     return module
 
 
+def _as_written() -> Any:
+    """What torch.compile has compiled runs as it is written, in the midst of a trace: it is part of that program."""
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
+
+
 # -- one program ---------------------------------------------------------------------------------
 
 
@@ -265,10 +272,10 @@ class _Program:
         active.trace = trace
         active.kernels = trace.kernels(self.environment)
         hook = torch.nn.modules.module.register_module_forward_pre_hook(
-            lambda module, args: trace.modules.setdefault(id(module), module) and None
+            lambda module, args: trace.modules.update({id(module): module})
         )
         try:
-            with tracing_optimizers(), torch.autograd.set_multithreading_enabled(False):
+            with tracing_optimizers(), torch.autograd.set_multithreading_enabled(False), _as_written():
                 args, kwargs = pytree.tree_unflatten(inner, self.spec)
                 result = [self.owner.fn(*args, **kwargs)]
                 argument_grads = [
@@ -394,11 +401,11 @@ class _Program:
         run = jec.jaxpr_as_fun(self.jaxpr)
         if self.wants_grad:
             self.differentiable = DifferentiableProgram(run)
-        self.text = str(self.jaxpr)
         for program in known:
             if (
-                program.text == self.text
-                and program.donated == self.donated
+                program.donated == self.donated
+                and program.jaxpr.in_avals == self.jaxpr.in_avals
+                and program.text == self.text
                 and _equal(program.jaxpr.consts, self.jaxpr.consts)
             ):
                 self.compiled = program.compiled
@@ -406,6 +413,11 @@ class _Program:
         numbers = tuple(first + i for i, give in enumerate(self.donated) if give)
         run.__name__ = self.owner.name.rpartition(".")[2].strip("<>") or "step"
         self.compiled = jax.jit(run, donate_argnums=numbers)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The jaxpr as text, to compare it by; long to make, and not wanted before there is another program."""
+        return str(self.jaxpr)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -511,7 +523,8 @@ class _Program:
         random = self.environment.random
         operands: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
         operands += [leaves[place] for place in self.argument_places]
-        owner = {id(store): tensor for tensor, store, _ in self.tensors if tensor.__class__ is Tensor}
+        # of several tensors over one storage (`w` and `w.detach()`), the one that wants gradients
+        owner = {id(store): tensor for tensor, store, wants in self.tensors if wants and tensor.__class__ is Tensor}
         for kind, i in self.input_order:
             if kind == "store":
                 store = self.captured[i]

@@ -5,8 +5,8 @@ Source: https://docs.pytorch.org/docs/stable/meta.html
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import gc
 import sys
 import types
 import warnings
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torchax_core.tensor import Aval, Tensor
 
-__all__ = ["NO_META", "aval_of_meta", "avals_of", "meta_of", "run_on_meta"]
+__all__ = ["NO_META", "aval_of_meta", "avals_of", "check_out_dtypes", "meta_of", "run_on_meta"]
 
 
 NO_META = object()
@@ -27,6 +27,20 @@ NO_META = object()
 
 def run_on_meta(func: Any, arguments: Sequence[Any], metas: dict[str, Any]) -> Any:
     """Call `func` on meta tensors: raises what torch raises for a bad call; NO_META without a meta kernel."""
+    positional, keywords = _call_of(arguments, metas)
+    _spare_dynamo()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*meta.*|An output with one or more elements was resized")
+        try:
+            return func(*positional, **keywords)
+        except NotImplementedError:
+            return NO_META
+        except Exception as error:
+            return _run_on_cpu(func, positional, keywords, error)
+
+
+def _call_of(arguments: Sequence[Any], metas: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of a call on meta tensors."""
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     for argument in arguments:
@@ -50,15 +64,37 @@ def run_on_meta(func: Any, arguments: Sequence[Any], metas: dict[str, Any]) -> A
         keywords.pop("pin_memory")
     if "generator" in keywords:
         keywords["generator"] = None
-    _spare_dynamo()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*meta.*")
+    return positional, keywords
+
+
+def check_out_dtypes(
+    func: Any, arguments: Sequence[Any], metas: dict[str, Any], dtypes: dict[str, torch.dtype]
+) -> None:
+    """Raise what CPU torch raises for an `out=` of another dtype than its result: each op has rules of its own, which
+    its meta kernel may not know.
+
+    dtypes: of the results, by the names of the out= arguments.
+    """
+    given = {n: metas[n] for n in dtypes}
+    if all(given[n].dtype is dtype for n, dtype in dtypes.items()):
+        return
+    fitting = metas | {
+        n: torch.empty_strided(x.shape, x.stride(), dtype=dtypes[n], device="meta") for n, x in given.items()
+    }
+    try:
+        _run_on_cpu(func, *_call_of(arguments, metas), _TooLarge())
+    except _TooLarge:
+        return
+    except Exception as error:
         try:
-            return func(*positional, **keywords)
-        except NotImplementedError:
-            return NO_META
-        except Exception as error:
-            return _run_on_cpu(func, positional, keywords, error)
+            _run_on_cpu(func, *_call_of(arguments, fitting), _TooLarge())
+        except Exception:  # it does not take zeros, or not on the CPU: that says nothing about dtypes
+            return
+        raise error from None
+
+
+class _TooLarge(Exception):
+    """A call that is not tried on the CPU, or that has no kernel there."""
 
 
 _CPU_ELEMENTS = 1 << 24
@@ -77,9 +113,17 @@ def _run_on_cpu(func: Any, positional: list[Any], keywords: dict[str, Any], erro
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     positional, keywords = pytree.tree_map(to_cpu, (positional, keywords))
-    with torch.random.fork_rng(devices=[]):  # a call that turns out well must not move the user's generator
+    with (
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+    ):  # a call that turns out well must not move the user's generator
+        warnings.simplefilter("ignore")
         try:
             return func(*positional, **keywords)
+        except NotImplementedError:  # no kernel there: the meta kernel's verdict stands, unless it only stumbled
+            if isinstance(error, (AttributeError, NameError)):
+                return NO_META
+            raise error from None
         except Exception as cpu_error:
             raise cpu_error from None
 
@@ -124,11 +168,35 @@ def _spare_dynamo() -> None:
     import torch._meta_registrations  # with all the decompositions and refs that it builds on
 
     wrapper = torch._disable_dynamo(lambda: None).__code__
-    for function in gc.get_referrers(wrapper):  # the wrappers stand in closures of decorators, of no module by name
-        if isinstance(function, types.FunctionType) and function.__closure__ is not None:
-            inner = function.__closure__[wrapper.co_freevars.index("fn")].cell_contents
-            if not hasattr(inner, "__dynamo_disable"):
-                inner.__dynamo_disable = _until_dynamo(inner)
+    todo: list[Any] = [f for table in torch._decomp.global_decomposition_table.values() for f in table.values()]
+    for name, module in list(sys.modules.items()):
+        if name.startswith(
+            ("torch._refs", "torch._prims", "torch._decomp", "torch._meta_registrations", "torch.optim")
+        ):
+            todo += vars(module).values()
+    seen: set[int] = set()
+    while todo:
+        function = todo.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        if isinstance(function, type) and function.__module__.startswith("torch.optim"):
+            todo += vars(function).values()
+        if not isinstance(function, types.FunctionType):
+            continue
+        cells = _cells(function)
+        if function.__code__ is wrapper and not hasattr(cells["fn"], "__dynamo_disable"):
+            cells["fn"].__dynamo_disable = _until_dynamo(cells["fn"])
+        todo += cells.values()  # decorators of decorators
+
+
+def _cells(function: types.FunctionType) -> dict[str, Any]:
+    """What a function closes over, by name."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a cell that is empty
+            found[name] = cell.cell_contents
+    return found
 
 
 def _until_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:

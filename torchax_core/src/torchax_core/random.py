@@ -47,10 +47,14 @@ class RandomState:
     def key(self) -> jax.Array:
         """The jax key of the present seed."""
         if self._key is None:
+            low, high = self.initial & 0xFFFF_FFFF, self.initial >> 32
             with jax.ensure_compile_time_eval():
-                key = jax.random.key(np.uint32(self.initial & 0xFFFF_FFFF), impl=self.impl)
-                high = self.initial >> 32
-                self._key = jax.random.fold_in(key, np.uint32(high)) if high else key
+                if self.impl == "threefry2x32" and not high:
+                    # what jax.random.key computes, without compiling it
+                    self._key = jax.random.wrap_key_data(np.array([0, low], np.uint32), impl=self.impl)
+                else:
+                    key = jax.random.key(np.uint32(low), impl=self.impl)
+                    self._key = jax.random.fold_in(key, np.uint32(high)) if high else key
         return self._key
 
     def arguments(self, generator: Any) -> tuple[Any, Any]:
