@@ -25,7 +25,7 @@ SOURCES := $(wildcard torchax_*/src plugins/*/src)
 CODE  := $(SOURCES) $(wildcard tests examples benchmarks)
 
 # $(call timed,name,command): run it, and say how long it took.
-timed = started=$$SECONDS; $(2); echo "-- $(1): $$((SECONDS - started)) s"
+timed = { started=$$SECONDS; $(2); echo "-- $(1): $$((SECONDS - started)) s"; }
 
 .PHONY: help setup test demo lint format bench conformance clean
 
