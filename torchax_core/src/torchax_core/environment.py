@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core import bridge, composite, functions, log
+from torchax_core import bridge, composite, functions, log, transforms
 from torchax_core.config import Config
 from torchax_core.device import register_factories
 from torchax_core.errors import OpNameError
@@ -31,7 +31,7 @@ from torchax_core.opset import Definition, Origin, ViewDefinition, ViewRules
 from torchax_core.overrides import DecliningKernel
 from torchax_core.packs import host
 from torchax_core.random import RandomState
-from torchax_core.registry import OpTable, Source
+from torchax_core.registry import OpTable, Source, is_composite
 from torchax_core.tensor import active
 from torchax_core.variants import find_op, op_name, variant_of
 from torchax_core.writing import WritingKernel
@@ -71,12 +71,15 @@ class Override:
         self._owner = owner
         self.definition = definition
         self.active = True
+        self.watched: list[Any] = []  # composite ops, for torch.func
 
     def undo(self) -> None:
         """Take the override back; in any order, and twice is no fault."""
         if self.active:
             self.active = False
             self._owner._remove(self)
+            for func in self.watched:
+                transforms.pass_by(func)
 
     def __enter__(self) -> Override:
         return self
@@ -323,8 +326,14 @@ class Environment:
 
         prng: a key of jax.random.key or jax.random.PRNGKey, traced ones too.
         """
+        with self.drawing_from(RandomState.of_key(prng, self.config.random_impl)):
+            yield
+
+    @contextlib.contextmanager
+    def drawing_from(self, state: RandomState) -> Iterator[None]:
+        """As override_property, with the key and count of a random state, which moves on with the draws."""
         before = getattr(self._random_here, "state", None)
-        self._random_here.state = RandomState.of_key(prng, self.config.random_impl)
+        self._random_here.state = state
         try:
             yield
         finally:
@@ -391,7 +400,19 @@ def _override(
     else:
         for overload in _overloads(name):
             composite.keep_whole(overload)
+            if is_composite(overload):
+                transforms.watch(overload, _under_transforms)
+                override.watched.append(overload)
     return override
+
+
+def _under_transforms(func: Any) -> list[tuple[Override, Any]]:
+    """The overrides of a composite op in this thread, each with the kernel of a JAX function, None for torch code."""
+    overrides = [override for override, variant in current_env()._relevant(func) if variant is None]
+    return [
+        (o, None if o.definition.kind == "decomposition" else _override_kernel(func, o.definition, None))
+        for o in overrides
+    ]
 
 
 def _float_arguments(name: str) -> frozenset[str]:

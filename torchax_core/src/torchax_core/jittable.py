@@ -14,7 +14,7 @@ from torchax_core.bridge import call_torch, jax_view, to_xla
 from torchax_core.environment import Environment, current_env
 from torchax_core.functional import jax_jit
 
-__all__ = ["JittableModule", "extract_all_buffers", "extract_jax", "set_all_buffers"]
+__all__ = ["JittableModule", "call_with", "extract_all_buffers", "extract_jax", "set_all_buffers"]
 
 
 def extract_all_buffers(m: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -85,9 +85,7 @@ def _attributes(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> Iter
             members[attribute] = value
 
 
-def _call_with(
-    model: torch.nn.Module, method: Callable[..., Any], state: dict[str, Any], args: Any, kwargs: Any
-) -> Any:
+def call_with(model: torch.nn.Module, method: Callable[..., Any], state: dict[str, Any], args: Any, kwargs: Any) -> Any:
     """`method(*args, **kwargs)` of `model` with the tensors in `state` in the place of its own. Ties stay tied."""
     params, others = extract_all_buffers(model)
     known = {**params, **others}
@@ -131,7 +129,7 @@ def extract_jax(
     def function(weights: Any, args: Any, kwargs: Any = None, *, rng: Any = None, return_weights: bool = False) -> Any:
         def run(weights: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
             with env or contextlib.nullcontext(), _in_modes(modes), _drawing_from(current_env(), rng):
-                result = _call_with(mod, mod.__call__, weights, tuple(args), kwargs or {})
+                result = call_with(mod, mod.__call__, weights, tuple(args), kwargs or {})
             return (result, weights) if return_weights else result
 
         return call_torch(run, weights, args, kwargs)
@@ -216,7 +214,7 @@ class JittableModule(torch.nn.Module):
                 f"functional_call takes a method's name or a function of the module, but got {method_or_name!r}."
             )
         with self._env or contextlib.nullcontext(), _drawing_from(self._env or current_env(), rng):
-            return _call_with(self._model, method, {**params, **buffers}, args, kwargs)
+            return call_with(self._model, method, {**params, **buffers}, args, kwargs)
 
     @contextlib.contextmanager
     def with_rng(self, rng: jax.Array) -> Iterator[JittableModule]:

@@ -15,26 +15,16 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.extend.core as jec
+import numpy as np
 import torch
 
 from torchax_core.convert import is_traced
+from torchax_core.cuts import cut, in_no_grad, run_kernel
 from torchax_core.errors import SideEffectError
-from torchax_core.opset import ViewRules
-from torchax_core.tensor import Storage, Tensor, active, become, resolve_active
-from torchax_core.view import ROOT, View, make_view
+from torchax_core.tensor import Storage, Tensor, active, resolve_active
 
 __all__ = ["PureTrace", "in_jax", "pure"]
-
-_detach, _detach_ = torch.ops.aten.detach.default, torch.ops.aten.detach_.default
-
-_CUT = ViewRules(lambda base: jax.lax.stop_gradient(base))
-
-
-@_CUT.write_back
-def _write_through(base: jax.Array, new: jax.Array) -> jax.Array:
-    return new
 
 
 def in_jax() -> bool:
@@ -58,27 +48,11 @@ class _PureKernels:
             trace.lift_all(args)
             if kwargs:
                 trace.lift_all(kwargs.values())
-            if func is _detach:
-                result = _detached(args[0])
-            elif func is _detach_:
-                result = args[0]
-                become(result, _detached(result))
-            else:
-                result = kernel(args, kwargs)
-            fresh = trace.note(result)
-            if not torch.is_grad_enabled():
-                for store in fresh:
-                    if jax.numpy.issubdtype(store.array.dtype, jax.numpy.inexact):
-                        store.array = jax.lax.stop_gradient(store.array)
+            result = run_kernel(func, kernel, args, kwargs, watched=True)
+            trace.note(result)
             return result
 
         return call
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    """The tensor without its gradients: a view, so that what is written to either is seen in both."""
-    path, offsets = (tensor._path, tensor._offsets) if isinstance(tensor, View) else (ROOT, ())
-    return make_view(tensor._store, tensor._aval, tensor.storage_offset(), path.child(_CUT, (), 0), offsets)
 
 
 class PureTrace:
@@ -124,17 +98,17 @@ class PureTrace:
         if id(tensor) not in self.tensors and (made is None or made() is not tensor):
             self.tensors[id(tensor)] = (tensor, torch.Tensor.grad.__get__(tensor) if tensor.is_leaf else None)  # type: ignore[attr-defined]
 
-    def note(self, result: Any) -> list[Storage]:
-        """Know what was made inside; returns the storages that are new."""
+    def note(self, result: Any) -> None:
+        """Know what was made inside; made under no_grad, it ends gradients."""
         if isinstance(result, Tensor):
             self.made[id(result)] = weakref.ref(result)
-            if result._store in self.fresh or id(result._store) in self.met:
-                return []
-            self.fresh.add(result._store)
-            return [result._store]
-        if result.__class__ is list or result.__class__ is tuple:
-            return [store for item in result for store in self.note(item)]
-        return []
+            if result._store not in self.fresh and id(result._store) not in self.met:
+                self.fresh.add(result._store)
+                if in_no_grad():
+                    cut(result._store)
+        elif result.__class__ is list or result.__class__ is tuple:
+            for item in result:
+                self.note(item)
 
     def host_input(self, read: Any) -> Any:
         """A value from the host (a generator's draw): an input of the program around us, else fixed."""
@@ -143,13 +117,13 @@ class PureTrace:
 
     def random_arguments(self, state: Any) -> tuple[Any, Any]:
         """Key and count for one draw."""
-        if not is_traced(state.key):
+        if state.initial is not None:  # a seed's; a key put in its place is somebody's choice, and may be traced
             self._warn_of_randomness()
             if self.parent is not None:
                 return self.parent.random_arguments(state)
         count = state.count
-        state.count += 1
-        return state.key, jax.numpy.uint32(count & 0xFFFF_FFFF)
+        state.count = count + 1
+        return state.key, count if is_traced(count) else np.uint32(count & 0xFFFF_FFFF)
 
     def _warn_of_randomness(self) -> None:
         with jec.take_current_trace() as trace:

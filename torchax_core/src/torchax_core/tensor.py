@@ -231,6 +231,15 @@ class Tensor(torch.Tensor):
                 raise
             raise _failed_in_backward.pop() from None
 
+    def detach_(self) -> torch.Tensor:
+        """torch's; while traced, gradients that jax will ask for end there too."""
+        super().detach_()
+        if active.trace is not None:
+            from torchax_core.cuts import detach_in_place
+
+            detach_in_place(self)
+        return self
+
     def item(self) -> Any:
         """The number in a tensor of one element. Raises DataDependentError under a trace."""
         self._python_value(".item()")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from torchax_core.convert import is_traced
+from torchax_core.cuts import cut, in_no_grad, run_kernel
 from torchax_core.random import RandomState
 from torchax_core.tensor import Storage, Tensor, active
 
@@ -60,13 +61,13 @@ class _TracingKernels:
         kernel = environment._kernels.get(func)
         if kernel is None:
             kernel = environment._kernel(func)
-        return functools.partial(self._call, kernel)
+        return functools.partial(self._call, func, kernel)
 
-    def _call(self, kernel: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, func: Any, kernel: Any, args: Any, kwargs: Any) -> Any:
         self.trace.lift_all(args)
         if kwargs:
             self.trace.lift_all(kwargs.values())
-        result = kernel(args, kwargs)
+        result = run_kernel(func, kernel, args, kwargs, watched=self.trace.watched)
         self.trace.note(result)
         return result
 
@@ -89,8 +90,10 @@ class Trace:
         self.bound: dict[int, int] = {}
         self._key, self._count = key, count
         self._random = environment.random
+        self._grad_enabled = torch.is_grad_enabled()
         self._born: list[weakref.ref[Storage]] = []
         self._born_ids: set[int] = set()
+        self._given: weakref.WeakSet[Storage] = weakref.WeakSet()
         with jec.take_current_trace() as outer:
             self._outer = outer
 
@@ -113,7 +116,10 @@ class Trace:
         store = tensor._store
         if id(store) not in self.lifted:
             # made inside: out of the program's values, or out of constants
-            if is_traced(store.array) or id(store) in self._born_ids:
+            if id(store) in self._born_ids:
+                return
+            if is_traced(store.array):
+                self._given.add(store)  # an argument
                 return
             entry = Lifted(store, self._placeholder(jax.typeof(store.array)))
             self.lifted[id(store)] = entry
@@ -137,14 +143,22 @@ class Trace:
         self.bound[id(tracer)] = index
         return tracer
 
+    @property
+    def watched(self) -> bool:
+        """Whether the results may want gradients."""
+        return self._grad_enabled and not self.backward_ran
+
     def note(self, result: Any) -> None:
-        """Remember storages made inside, by weak reference: those alive at the end are results of the program."""
+        """Remember storages made inside, by weak reference: those alive at the end are results of the program. What is
+        made under no_grad ends gradients; once a backward has run, the results want none (jit.py)."""
         if isinstance(result, Tensor):
             store = result._store
             key = id(store)
-            if key not in self._born_ids and key not in self.lifted:
+            if key not in self._born_ids and key not in self.lifted and store not in self._given:
                 self._born_ids.add(key)
                 self._born.append(weakref.ref(store, lambda _: self._born_ids.discard(key)))
+                if self.watched and in_no_grad():
+                    cut(store)
         elif result.__class__ is list or result.__class__ is tuple:
             for item in result:
                 self.note(item)

@@ -1,0 +1,82 @@
+"""What cuts gradients in torch cuts those of jax: `detach`, and results made under `torch.no_grad()`.
+
+While torch code is traced, for torchax_core.jit or inside a jax transformation, it is jax that will differentiate it. torch's
+cuts are then written into the program, as `jax.lax.stop_gradient`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils import _pytree as pytree
+
+from torchax_core.opset import ViewRules
+from torchax_core.tensor import Storage, Tensor, become
+from torchax_core.view import ROOT, View, make_view
+
+__all__ = ["cut", "detach_in_place", "in_no_grad", "run_kernel"]
+
+_detach = torch.ops.aten.detach.default
+
+_CUT = ViewRules(lambda base: jax.lax.stop_gradient(base))
+
+
+@_CUT.write_back
+@jax.custom_jvp
+def _write_unseen(base: jax.Array, new: jax.Array) -> jax.Array:
+    """`new`, written where autograd does not look: to it, these are `base`'s values still."""
+    return new
+
+
+@_write_unseen.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0]
+
+
+def in_no_grad() -> bool:
+    """Whether the code being run is under torch.no_grad or inference_mode. torch runs the forward of an autograd.Function
+    without gradients too, and there, unlike under no_grad, without forward-mode ones."""
+    if torch.is_grad_enabled():
+        return False
+    return torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
+
+
+def run_kernel(func: Any, kernel: Any, args: Any, kwargs: Any, *, watched: bool) -> Any:
+    """The kernel's result; a detached tensor as one whose gradients end there.
+
+    watched: whether gradients may be asked for of what is traced; then a write under no_grad leaves them as they were.
+    The autograd engine's own calls of detach, on gradients on their way, are not the user's.
+    """
+    if func is _detach and torch._C._current_autograd_node() is None:
+        return _detached(args[0])
+    if not watched or not func._schema.is_mutable or not in_no_grad():
+        return kernel(args, kwargs)
+    stores = {
+        id(a._store): (a._store, a._store.array) for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)
+    }
+    result = kernel(args, kwargs)
+    for store, array in stores.values():
+        same = store.array.shape == array.shape and store.array.dtype == array.dtype
+        if store.array is not array and same and jnp.issubdtype(array.dtype, jnp.inexact):
+            store.array = _write_unseen(array, store.array)
+    return result
+
+
+def cut(store: Storage) -> None:
+    """End the gradients of a value just made."""
+    if jnp.issubdtype(store.array.dtype, jnp.inexact):
+        store.array = jax.lax.stop_gradient(store.array)
+
+
+def detach_in_place(tensor: Tensor) -> None:
+    """End the gradients of a tensor, as torch has ended those it knows of: `detach_` comes to no kernel."""
+    become(tensor, _detached(tensor))
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """The tensor without its gradients: a view, so that what is written to either is seen in both."""
+    path, offsets = (tensor._path, tensor._offsets) if isinstance(tensor, View) else (ROOT, ())
+    return make_view(tensor._store, tensor._aval, tensor.storage_offset(), path.child(_CUT, (), 0), offsets)
