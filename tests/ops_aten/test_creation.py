@@ -66,6 +66,12 @@ def test_arange_counts_by_float64_and_in_exact_integers():
     assert_makes_the_same(torch.arange, 0.5, 3.2, 0.3, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("args", [(0, 3.5), (-0.5, 2.5), (0, 7, 1.5), (5.5, 0, -1.5)])
+def test_arange_of_whole_dtype_between_fractions(args, dtype):
+    assert_makes_the_same(torch.arange, *args, dtype=dtype)  # before 2.14, int64 is counted unlike int32
+
+
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated")
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.int64])
 def test_range_includes_its_end(dtype):

@@ -14,6 +14,7 @@ from jax import lax
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import AS_GIVEN
+from torchax_ops_aten._torch_versions import int64_arange_truncates_first
 from torchax_ops_aten.copying import cast
 
 ops = OpSet("torchax_ops_aten.creation")
@@ -133,6 +134,8 @@ def arange(end, start=0, step=1, *, dtype=None):
 
     returns: (ceil((end - start) / step),)
     """
+    if dtype == np.int64 and int64_arange_truncates_first():
+        start, end, step = math.trunc(start), math.trunc(end), math.trunc(step)
     return _progression(start, step, _arange_length(start, end, step), dtype)
 
 
