@@ -1,6 +1,7 @@
 """The repository itself: modules import alone and quietly, documents match the code."""
 
 import dataclasses
+import importlib.util
 import re
 import subprocess
 import sys
@@ -49,6 +50,8 @@ def modules():
 
 def test_every_module_imports_alone_and_without_a_warning():
     names = list(modules())
+    if importlib.util.find_spec("torchvision") is None:  # where none fits, its pack is not installed
+        names = [name for name in names if not name.startswith("torchax_ops_vision")]
     assert "torchax_core.tensor" in names and "torchax_ops_aten.pack" in names
     done = subprocess.run([sys.executable, "-c", IMPORT_ALONE, *names], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
