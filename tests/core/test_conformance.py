@@ -191,7 +191,19 @@ WRONG = {
         "exp",
         "out",
         lambda op, x, out: op(x, out=out) if out.numel() == x.numel() else out,
-        "sample 0: out= of size 0: result 0: shape is (0,)",
+        "sample 0: out= of size 0: result: shape is (0,)",
+    ),
+    "out warning": (
+        "exp",
+        "out",
+        lambda op, x, out: op(x, out=out if out.numel() <= x.numel() else out.resize_(x.shape)),
+        "sample 0: out= of another size: resizes without torch's warning",
+    ),
+    "out strides": (
+        "exp",
+        "out",
+        lambda op, x, out: op(x, out=out if out.is_contiguous() else out.resize_(0).resize_(x.shape)),
+        "sample 0: `out` had the right shape (20,), but its stride (2,) is now (1,)",
     ),
     "out dtype": (
         "exp",

@@ -72,13 +72,15 @@ def moved(tree: Any, device: str | torch.device) -> Any:
     """A copy of `tree` with all its tensors and modules on `device`, which also replaces torch.devices in it, and
     whatever a dict calls "device".
 
-    Nothing is shared with the original, yet what was one tensor twice in `tree` still is. Leaves stay leaves with their
-    requires_grad; strides survive the way to the device (a transposed tensor arrives as a view).
+    Nothing but tensors on "meta" is shared with the original, yet what was one tensor twice in `tree` still is. Leaves stay
+    leaves with their requires_grad; strides survive the way to the device (a transposed tensor arrives as a view).
     """
     made: dict[int, Any] = {}
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                return value
             if id(value) not in made:
                 made[id(value)] = _moved_tensor(value, device)
             return made[id(value)]

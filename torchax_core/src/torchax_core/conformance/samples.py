@@ -87,9 +87,9 @@ def _layouts(op: OpInfo, sample: SampleInput, dtype: torch.dtype) -> Iterator[tu
     yield "non-contiguous", sample.noncontiguous()
     inexact = dtype.is_floating_point or dtype.is_complex
     if dtype.is_complex and op.test_conjugated_samples:
-        yield "conj bit", _with_input(sample, lambda x: x.conj() if x.is_complex() else x)
+        yield "conj bit", _with_input(sample, lambda x: x.conj_physical().conj() if x.is_complex() else x)
     if inexact and op.test_neg_view:
-        yield "neg bit", _with_input(sample, lambda x: torch._neg_view(x) if x.dtype == dtype else x)
+        yield "neg bit", _with_input(sample, lambda x: torch._neg_view(x.neg()) if x.dtype == dtype else x)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if any(x.dim() in formats and x.numel() > 1 for x in inputs):
         yield (

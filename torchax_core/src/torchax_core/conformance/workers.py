@@ -100,7 +100,7 @@ class Worker:
         return self.pipe.recv()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, self.options), daemon=True)
         self.process.start()
@@ -116,6 +116,16 @@ class Worker:
         assert self.process is not None
         self.process.join(5)
         return self.process.exitcode
+
+
+def _context() -> Any:
+    """How processes start: forked from one that has imported everything, which takes tenths of a second; or afresh, where
+    torch looks for a GPU when imported, whose driver does not survive a fork."""
+    if "forkserver" in multiprocessing.get_all_start_methods() and not torch.cuda.is_available():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torchax_core.conformance.preloaded"])
+        return context
+    return multiprocessing.get_context("spawn")
 
 
 def _serve(pipe: multiprocessing.connection.Connection, options: Options) -> None:
