@@ -272,20 +272,22 @@ def write_jax(tensor: Tensor, function: Callable[..., Any], args: Any, kwargs: A
     return tensor
 
 
-def constrain(array: jax.Array, sharding: Any) -> jax.Array:
-    """The array laid out by a sharding; in a program, as a constraint on it.
+def automatic(sharding: Any) -> Any:
+    """The sharding with the explicit axes of its mesh (jax.make_mesh's default) as automatic ones: how ops run on shards is
+    XLA's affair."""
+    axis = jax.sharding.AxisType
+    if not isinstance(sharding, jax.sharding.NamedSharding) or axis.Explicit not in sharding.mesh.axis_types:
+        return sharding
+    types = tuple(axis.Auto if t is axis.Explicit else t for t in sharding.mesh.axis_types)
+    mesh = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names, axis_types=types)
+    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
-    Axes of a mesh that are explicit (jax.make_mesh's default) are taken as automatic: how ops run on shards is XLA's affair.
-    """
-    if isinstance(sharding, jax.sharding.NamedSharding) and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
-        types = tuple(
-            jax.sharding.AxisType.Auto if t is jax.sharding.AxisType.Explicit else t for t in sharding.mesh.axis_types
-        )
-        mesh = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names, axis_types=types)
-        sharding = jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+def constrain(array: jax.Array, sharding: Any) -> jax.Array:
+    """The array laid out by a sharding; in a program, as a constraint on it."""
     if is_traced(array):
-        return jax.lax.with_sharding_constraint(array, sharding)
-    return jax.device_put(array, sharding)
+        return jax.lax.with_sharding_constraint(array, automatic(sharding))
+    return jax.device_put(array, automatic(sharding))
 
 
 _RESULT = object()

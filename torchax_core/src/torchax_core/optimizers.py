@@ -108,8 +108,10 @@ def _make_state(optimizer: Optimizer, trace: Any) -> None:
 
 
 def _guard_settings(trace: Any, optimizer: Optimizer, number: int, group: dict[str, Any]) -> None:
+    made = optimizer.state  # load_state_dict puts another in its place, of other tensors
+
     def settings() -> tuple[Any, ...]:
-        values: list[Any] = [len(group["params"])]
+        values: list[Any] = [len(group["params"]), optimizer.state is made]
         values += [
             v for k, v in group.items() if k not in ("params", "lr", "initial_lr") and not isinstance(v, torch.Tensor)
         ]
