@@ -272,7 +272,7 @@ class Environment:
         if func is None or not hasattr(func, "_schema"):
             name = op if isinstance(op, str) else functions.function_name(op)
             found = functions.chain(self, name)
-            if found or func is not None:
+            if found or func is not None or functions.find_function(name) is not None:
                 return Explanation(
                     name, "a torch function", tuple(Source(level, str(d.origin), d) for level, d in found)
                 )
