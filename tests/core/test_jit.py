@@ -267,3 +267,48 @@ def test_a_result_that_pytree_does_not_know_is_said_to_be_shared() -> None:
         first = run(torch.zeros(2, device="jax"))
     assert first.value.tolist() == [1, 1]
     assert run(torch.ones(2, device="jax")) is first and first.value.tolist() == [2, 2]
+
+
+def test_a_grad_that_the_code_only_looked_at() -> None:
+    weight = nn.Parameter(torch.ones(2, device="jax"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    step = torchax_core.jit(lambda: optimizer.step())
+    step()  # no gradient: nothing is done, and nothing is lifted
+    assert weight.tolist() == [1, 1]
+    weight.grad = torch.ones(2, device="jax")
+    step()
+    assert weight.tolist() == [0, 0]
+    assert "grad" in step.explain()
+    assert isinstance(torchax_core.Tensor.grad, type(torch.Tensor.grad))  # no longer watched
+
+
+def test_a_forward_does_not_depend_on_grads() -> None:
+    model = nn.Linear(2, 2).to("jax")
+
+    @torchax_core.jit
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    x = torch.ones(1, 2, device="jax")
+    forward(x)
+    model(x).sum().backward()
+    forward(x)
+    assert len(forward.compilations) == 1
+
+
+def test_what_is_replaced_is_reused() -> None:
+    state = torch.ones(1000, device="jax")
+
+    @torchax_core.jit
+    def double() -> None:
+        state.mul_(2)
+
+    double()
+    double()
+    place = state.jax().unsafe_buffer_pointer()
+    double()
+    assert state.jax().unsafe_buffer_pointer() == place
+    held = state.jax()
+    double()
+    assert held[0] == 8 and state[0].item() == 16

@@ -19,6 +19,8 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
+import operator
 import sys
 import time
 import warnings
@@ -38,7 +40,7 @@ from torchax_core.convert import is_traced
 from torchax_core.environment import current_env
 from torchax_core.optimizers import tracing_optimizers
 from torchax_core.tensor import DEVICE_TYPE, Aval, Storage, Tensor, active, make_tensor, share_tensor
-from torchax_core.trace import Trace, promote_placeholders
+from torchax_core.trace import Trace, get_grad, promote_placeholders, set_grad, watching_grads
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
 
 __all__ = ["JittedFunction", "compile", "jit"]
@@ -210,6 +212,24 @@ class _Result:
         self.aval = aval
 
 
+_ARRAY, _STORE, _REQUIRES_GRAD, _TRAINING = map(operator.attrgetter, ("array", "_store", "requires_grad", "training"))
+
+
+class _State:
+    """What a program's guards look at, column by column."""
+
+    def __init__(self, tensors: list[Any], modules: list[Any], grad_none: list[Any]) -> None:
+        self.tensors = [tensor for tensor, _, _ in tensors]
+        self.stores = [store for _, store, _ in tensors]
+        self.requires_grad = [flag for _, _, flag in tensors]
+        self.modules = [module for module, *_ in modules]
+        self.training = [training for _, training, *_ in modules]
+        self.members = [d.values() for _, _, parameters, _, buffers, _ in modules for d in (parameters, buffers)]
+        self.member_ids = [i for _, _, _, parameters, _, buffers in modules for i in (*parameters, *buffers)]
+        self.without_grad = [tensor for tensor, none in grad_none if none]
+        self.with_grad = [tensor for tensor, none in grad_none if not none]
+
+
 class _Program:
     """One traced and compiled function: its inputs, outputs and guards."""
 
@@ -225,7 +245,6 @@ class _Program:
         self.captured: list[Storage] = []
         self.writes: list[tuple[Any, int]] = []
         self.tensors: list[tuple[Tensor, Storage, bool]] = []
-        self.grad_none: list[tuple[Tensor, bool]] = []
         self.grad_sets: list[tuple[Tensor, Any, int, Aval]] = []
         self.born: list[tuple[weakref.ref[Storage], int]] = []
         self.differentiable: DifferentiableProgram | None = None
@@ -275,7 +294,12 @@ class _Program:
             lambda module, args: trace.modules.update({id(module): module})
         )
         try:
-            with tracing_optimizers(), torch.autograd.set_multithreading_enabled(False), _as_written():
+            with (
+                watching_grads(),
+                tracing_optimizers(),
+                torch.autograd.set_multithreading_enabled(False),
+                _as_written(),
+            ):
                 args, kwargs = pytree.tree_unflatten(inner, self.spec)
                 result = [self.owner.fn(*args, **kwargs)]
                 argument_grads = [
@@ -329,7 +353,7 @@ class _Program:
         self.wants_grad = wants_grad and not trace.backward_ran
         grads: list[Any] = []
         for tensor, initial in trace.grads.values():
-            grad = torch.Tensor.grad.__get__(tensor)  # type: ignore[attr-defined]
+            grad = get_grad(tensor)
             if grad is not initial:
                 self.wants_grad = False
                 grads.append((tensor, grad))
@@ -354,9 +378,7 @@ class _Program:
         for store in survivors:
             if id(store) not in held:
                 self.born.append((weakref.ref(store), out(store.array)))
-        for tensor, initial in trace.grads.values():
-            if id(tensor) not in trace.reset_grads:
-                self.grad_none.append((tensor, initial is None))
+        self.grad_none = trace.grad_guards()
         self.captured = [entry.store for entry in trace.lifted.values()]
         self.captured_ids = frozenset(map(id, self.captured))
         self.tensors = [
@@ -398,6 +420,8 @@ class _Program:
             what[0] == "store" and donate and id(self.captured[what[1]]) in written and not self.wants_grad
             for what in self.input_order
         ]
+        self.donates = any(self.donated)
+        self.ordered = [self.captured[i] for kind, i in self.input_order if kind == "store"]
         run = jec.jaxpr_as_fun(self.jaxpr)
         if self.wants_grad:
             self.differentiable = DifferentiableProgram(run)
@@ -431,6 +455,29 @@ class _Program:
 
     def failed_guard(self, leaves: list[Any]) -> str:
         """Empty if the program may run on these arguments; else what changed since it was traced."""
+        if self.fixed or not self._as_traced(leaves):
+            return self._what_changed(leaves)
+        return ""
+
+    def _as_traced(self, leaves: list[Any]) -> bool:
+        """Whether state is as it was when traced: a model has hundreds of tensors, so these loops are C's."""
+        state = self._state
+        return (
+            not self.also_state(leaves)
+            and [*map(_STORE, state.tensors)] == state.stores
+            and [*map(_REQUIRES_GRAD, state.tensors)] == state.requires_grad
+            and [*map(_TRAINING, state.modules)] == state.training
+            and [*map(id, itertools.chain.from_iterable(state.members))] == state.member_ids
+            and all(map(operator.is_, map(get_grad, state.without_grad), itertools.repeat(None)))
+            and all(map(operator.is_not, map(get_grad, state.with_grad), itertools.repeat(None)))
+            and all(read() == value for _, read, value in self.guards)
+        )
+
+    @functools.cached_property
+    def _state(self) -> _State:
+        return _State(self.tensors, self.modules, self.grad_none)
+
+    def _what_changed(self, leaves: list[Any]) -> str:
         for place, store in self.fixed.items():
             if leaves[place]._store is not store:
                 return f"argument {place} was also state of the function, and is another tensor now"
@@ -449,7 +496,7 @@ class _Program:
             if buffer_ids and [*map(id, buffers.values())] != buffer_ids:
                 return f"a buffer of {type(module).__name__} was replaced"
         for tensor, was_none in self.grad_none:
-            if (torch.Tensor.grad.__get__(tensor) is None) is not was_none:  # type: ignore[attr-defined]
+            if (get_grad(tensor) is None) is not was_none:
                 return f"the .grad of a state tensor of shape {tuple(tensor.shape)} {'appeared' if was_none else 'became None'}"
         for name, read, value in self.guards:
             if read() != value:
@@ -492,23 +539,22 @@ class _Program:
         for place in self.argument_places:
             leaf = leaves[place]
             inputs.append(leaf._array() if isinstance(leaf, Tensor) else leaf)
-        captured = self.captured
-        for (kind, i), donated in zip(self.input_order, self.donated, strict=True):
-            if kind == "store":
-                array = captured[i].array
-                # 3: the storage's reference, the local one, getrefcount's argument; any more, and it is needed elsewhere
-                if donated and sys.getrefcount(array) > 3:
-                    array = jnp.copy(array)
-                inputs.append(array)
-            else:
-                inputs.append(self.hosts[i]())
-        return inputs
+        if self.hosts:
+            state = [self.captured[i].array if kind == "store" else self.hosts[i]() for kind, i in self.input_order]
+        else:
+            state = [*map(_ARRAY, self.ordered)]
+        if self.donates:
+            # the storage's reference, the list's, getrefcount's argument; any more, and it is needed elsewhere
+            for at in [i for i, n in enumerate(map(sys.getrefcount, state)) if n > 3 and self.donated[i]]:
+                state[at] = jnp.copy(state[at])
+        return inputs + state
 
     def _put(self, leaves: list[Any], outputs: Any) -> None:
         for tensor, grad, at, _aval in self.grad_sets:
             if grad is not None:
                 grad._store.write(outputs[at])
-            torch.Tensor.grad.__set__(tensor, grad)  # type: ignore[attr-defined]
+            if get_grad(tensor) is not grad:
+                set_grad(tensor, grad)
         for place, at, aval in self.argument_grads:
             leaf = leaves[place]
             grad = make_tensor(outputs[at], aval)

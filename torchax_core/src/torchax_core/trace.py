@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,7 @@ from torchax_core.cuts import cut, in_no_grad, run_kernel
 from torchax_core.random import RandomState
 from torchax_core.tensor import Storage, Tensor, active
 
-__all__ = ["Lifted", "Trace", "promote_placeholders"]
+__all__ = ["Lifted", "Trace", "get_grad", "promote_placeholders", "set_grad", "watching_grads"]
 
 _placeholder_p = jec.Primitive("torchax_state")
 
@@ -31,6 +32,50 @@ _placeholder_p = jec.Primitive("torchax_state")
 @_placeholder_p.def_abstract_eval
 def _placeholder_aval(*, index: int, aval: Any) -> Any:
     return aval
+
+
+get_grad: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+class _WatchedGrad:
+    """`Tensor.grad` while a trace is under way anywhere: torch's own, and the thread's trace is told."""
+
+    def __get__(self, tensor: Tensor | None, owner: type) -> Any:
+        if tensor is None:
+            return self
+        if active.trace is not None:
+            active.trace.grad_met(tensor)
+        return get_grad(tensor)
+
+    def __set__(self, tensor: Tensor, grad: torch.Tensor | None) -> None:
+        if active.trace is not None:
+            active.trace.grad_met(tensor)
+        set_grad(tensor, grad)
+
+    def __delete__(self, tensor: Tensor) -> None:
+        self.__set__(tensor, None)
+
+
+_watchers = 0
+_watchers_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def watching_grads() -> Iterator[None]:
+    """Tell traces of reads and writes of `.grad` from Python."""
+    global _watchers
+    with _watchers_lock:
+        _watchers += 1
+        if _watchers == 1:
+            Tensor.grad = _WatchedGrad()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        with _watchers_lock:
+            _watchers -= 1
+            if _watchers == 0:
+                del Tensor.grad
 
 
 class Lifted:
@@ -81,6 +126,7 @@ class Trace:
         self.tensors: dict[int, tuple[Tensor, Storage]] = {}
         self.grads: dict[int, tuple[Tensor, Any]] = {}
         self.reset_grads: set[int] = set()
+        self._met_grads: set[int] = set()
         self.modules: dict[int, torch.nn.Module] = {}
         self.host_inputs: list[tuple[Callable[[], Any], Any]] = []
         self.guards: list[tuple[str, Callable[[], Any], Any]] = []
@@ -126,8 +172,31 @@ class Trace:
             store.write(entry.tracer)
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = (tensor, store)
-            if tensor.requires_grad and tensor.is_leaf:
-                self.grads[id(tensor)] = (tensor, torch.Tensor.grad.__get__(tensor))  # type: ignore[attr-defined]
+            self._note_grad(tensor)
+
+    def _note_grad(self, tensor: Tensor) -> None:
+        """Keep what `.grad` was before the trace, to put it back."""
+        if id(tensor) not in self.grads and tensor.requires_grad and tensor.is_leaf:
+            self.grads[id(tensor)] = (tensor, get_grad(tensor))
+
+    def grad_met(self, tensor: Tensor) -> None:
+        """`tensor.grad` is read or set by the code: if it is the one from before the trace, the program depends on it."""
+        self._note_grad(tensor)
+        if not self.grad_was_used(tensor) and id(tensor) not in self.reset_grads:
+            self._met_grads.add(id(tensor))
+
+    def grad_guards(self) -> list[tuple[Tensor, bool]]:
+        """Tensors whose `.grad` from before the program the code has looked at or added to, and whether it was None."""
+        return [
+            (tensor, initial is None)
+            for key, (tensor, initial) in self.grads.items()
+            if key not in self.reset_grads
+            and (
+                key in self._met_grads
+                or get_grad(tensor) is not initial
+                or (isinstance(initial, Tensor) and id(initial._store) in self.lifted)
+            )
+        ]
 
     def host_input(self, read: Callable[[], Any]) -> Any:
         """A traced array for a value read from the host (a learning rate, a generator's draw) before every call."""
@@ -205,12 +274,12 @@ class Trace:
     def grad_was_used(self, tensor: Tensor) -> bool:
         """Whether a gradient was accumulated into `tensor.grad`, or it was read, before now."""
         known = self.grads.get(id(tensor))
-        return known is not None and torch.Tensor.grad.__get__(tensor) is not known[1]  # type: ignore[attr-defined]
+        return known is not None and get_grad(tensor) is not known[1]
 
     def restore_grads(self) -> None:
         """Put back `.grad` as it was: what the program computes for it is set when the program has run."""
         for tensor, grad in self.grads.values():
-            torch.Tensor.grad.__set__(tensor, grad)  # type: ignore[attr-defined]
+            set_grad(tensor, grad)
 
 
 def promote_placeholders(closed: Any, count: int) -> Any:
