@@ -346,6 +346,9 @@ class Environment:
     def _random_arguments(self, generator: Any) -> tuple[Any, Any]:
         return self.random.arguments(generator)
 
+    def __deepcopy__(self, memo: Any) -> Environment:
+        return self  # a copy of a module that runs in an environment runs in the same
+
     def __repr__(self) -> str:
         kind = "default " if self is Environment._default else ""
         return f"<{kind}Environment, overrides: {sum(map(len, self._overrides.by_op.values()))}>"
