@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -257,3 +260,61 @@ def test_a_process_without_torch_runs_the_file(tmp_path, name: str) -> None:
     ran = subprocess.run([sys.executable, str(script), *paths], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     torch.testing.assert_close(torch.from_numpy(np.load(paths[2])), model(x).detach())
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+FACTORIES = textwrap.dedent(
+    """
+    import torch
+
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.5)), (torch.ones(2, 4),)
+
+    def wrong():
+        return 3
+    """
+)
+
+
+def command(folder, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "factories.py").write_text(FACTORIES)
+    return subprocess.run(
+        [sys.executable, "-m", "torchax_core.cli", "export", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+
+
+def test_command_writes_what_load_reads(tmp_path) -> None:
+    ran = command(tmp_path, "factories:make", "--out", "m.zip", "--dynamic-batch", "--json")
+    assert ran.returncode == 0, ran.stderr
+    written = json.loads(ran.stdout)
+    assert written["file"] == "m.zip"
+    assert written["bytes"] == (tmp_path / "m.zip").stat().st_size
+    assert re.fullmatch(r"float32\[\w+,4\]", written["inputs"][0])
+    weights, exported = load(tmp_path / "m.zip")
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3)
+    x = torch.randn(5, 4)
+    close(exported.call(weights, (array(x),), {}), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("factories:mak", "Did you mean 'make'"),
+        ("factories:wrong", "expected (model, args)"),
+        ("nowhere:make", "no module 'nowhere'"),
+        ("factories", "MODULE:FACTORY"),
+    ],
+)
+def test_command_says_what_is_wrong(tmp_path, name: str, says: str) -> None:
+    ran = command(tmp_path, name, "--out", "m.zip")
+    assert ran.returncode == 2
+    assert says in ran.stderr
+    assert not (tmp_path / "m.zip").exists()

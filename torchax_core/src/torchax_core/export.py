@@ -9,6 +9,7 @@ save("model.zip", program)                                      # both in one fi
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import operator
 import zipfile
@@ -77,22 +78,29 @@ def exported_program_to_stablehlo(
     return runner.weights, exported
 
 
-def save(path: str | Path, program: ExportedProgram, **options: Any) -> None:
+def save(path: str | Path, program: ExportedProgram, **options: Any) -> jax_export.Exported:
     """Write a program to one file, which `load`, or a few lines of numpy and JAX (docs/export.md), reads without torch.
 
-    options: those of exported_program_to_stablehlo.
+    options: those of exported_program_to_stablehlo. Returns the program written. A file that was there stays whole until
+    the new one is. Raises ImportError without flatbuffers, which JAX writes programs with.
     """
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise ImportError("JAX writes programs with flatbuffers, which is missing: `pip install torchax-core[export]`.")
+    path = Path(path)
     weights, exported = exported_program_to_stablehlo(program, **options)
     names = {name: f"weights/{i}" for i, name in enumerate(weights)}
     entries = {
         name: {"file": names[name], "dtype": str(array.dtype), "shape": list(array.shape)}
         for name, array in weights.items()
     }
-    with zipfile.ZipFile(path, "w") as file:
+    unfinished = path.with_name(path.name + ".part")
+    with zipfile.ZipFile(unfinished, "w") as file:
         file.writestr("weights.json", json.dumps(entries, indent=1))
         file.writestr("program", bytes(exported.serialize()))
         for name, array in weights.items():
             file.writestr(names[name], np.asarray(array).tobytes())
+    unfinished.replace(path)
+    return exported
 
 
 def load(path: str | Path) -> tuple[dict[str, jax.Array], jax_export.Exported]:
