@@ -4,7 +4,8 @@
 
 Every figure is the median over fresh processes, which take turns. The first op includes everything that is put off
 until then: packs, environment, JAX's backend, and one XLA compilation; so plain JAX with a first op is shown as
-well.
+well, with one op of a torch subclass that does nothing: torch 2.14 imports torch.distributed.tensor, and sympy with it,
+when the first op of any wrapper subclass is dispatched.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ PROGRAMS = {
     "import torch, jax; first jax op": (
         "import torch, jax, jax.numpy as jnp; (jnp.ones((2, 3)) + 1).block_until_ready(); torch.ones(2, 3) + 1"
     ),
+    "import torch, jax; first op of each": (
+        "import torch, jax, jax.numpy as jnp; (jnp.ones((2, 3)) + 1).block_until_ready()\n"
+        "class Bare(torch.Tensor):\n"
+        "    __torch_function__ = torch._C._disabled_torch_function_impl\n"
+        "    @classmethod\n"
+        "    def __torch_dispatch__(cls, func, types, args=(), kwargs=None): return torch.ones(2, 3)\n"
+        "torch.Tensor._make_wrapper_subclass(Bare, (2, 3)) + 1"
+    ),
     "import torch, torchax_core": "import torch, torchax_core",
     "import torch, torchax_core; first op": (
         "import torch, torchax_core; (torch.ones(2, 3, device='jax') + 1).jax().block_until_ready()"
@@ -29,6 +38,7 @@ PROGRAMS = {
 }
 BASE = "import torch, jax"
 BASE_WITH_OP = "import torch, jax; first jax op"
+BASE_WITH_OPS = "import torch, jax; first op of each"
 FIRST_OP = "import torch, torchax_core; first op"
 
 TIMED = """
@@ -65,7 +75,11 @@ def main(quick: Quick = False, json: Json = None) -> None:
     over, over_op = difference(seconds, FIRST_OP, BASE), difference(seconds, FIRST_OP, BASE_WITH_OP)
     console.print(f"import and first op, seconds over importing torch and jax: {verdict(over, LIMIT_S)}")
     console.print(f"the same, over plain JAX with its first op: {over_op:.2f}")
-    write_json(json, {"seconds": seconds, "over_imports_s": over, "over_jax_first_op_s": over_op})
+    over_ops = difference(seconds, FIRST_OP, BASE_WITH_OPS)
+    console.print(f"the same, over JAX's and a bare torch subclass's first op: {over_ops:.2f}")
+    write_json(
+        json, {"seconds": seconds, "over_imports_s": over, "over_jax_first_op_s": over_op, "over_first_ops_s": over_ops}
+    )
 
 
 if __name__ == "__main__":
