@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchax_core
+from torchax_core.errors import DataDependentError
 
 
 @pytest.fixture(autouse=True)
@@ -547,3 +550,120 @@ def test_override_of_a_torch_function() -> None:
     with env.override_op_definition(name, lambda input, inplace=False: NotImplemented, is_jax_function=True):
         close(run(x).detach(), f(x.cpu()).detach())
     close(run(x).detach(), f(x.cpu()).detach())
+
+
+# -- being found ---------------------------------------------------------------------------------
+
+
+def python(code: str) -> str:
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+def test_backend_is_found_without_importing_anything_of_ours() -> None:
+    code = """
+import sys, torch
+model = torch.nn.Linear(3, 2)
+assert "torchax" in torch._dynamo.list_backends() and "torchax_core" not in sys.modules
+run = torch.compile(model, backend="torchax")
+x = torch.randn(4, 3)
+torch.testing.assert_close(run(x), model(x))
+assert "torchax_core.dynamo" in sys.modules
+"""
+    python(code)
+
+
+def test_importing_the_core_does_not_import_dynamo() -> None:
+    python("import sys, torchax_core; assert not {'torch._dynamo', 'torchax_core.dynamo'} & set(sys.modules)")
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(Exception, match="takes no 'options'"):
+        compiled(lambda x: x + 1, options={"max_autotune": True})(torch.ones(2, device="jax"))
+    close(compiled(lambda x: x + 1, mode="reduce-overhead")(torch.ones(2, device="jax")), torch.full((2,), 2.0))
+
+
+# -- models, and torchax_core.jit ----------------------------------------------------------------
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        )
+    )
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=48,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+        )
+    )
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_language_model_forward_and_training_step(make) -> None:
+    cpu = make().eval()  # no dropout, so that both compute the same
+    ours = copy.deepcopy(cpu).to("jax")
+    run = compiled(ours)
+    ids = torch.randint(0, 48, (2, 10))
+    with torch.no_grad():
+        close(run(ids.to("jax")).logits, cpu(ids).logits, rtol=1e-4, atol=1e-5)
+    losses = []
+    for model, fn, device in ((cpu, cpu, "cpu"), (ours, run, "jax")):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = fn(ids.to(device), labels=ids.to(device)).loss
+            loss.backward()
+            optimizer.step()
+        losses.append(fn(ids.to(device), labels=ids.to(device)).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_compiled_module_in_a_jitted_step() -> None:
+    def train(device: str, jitted: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
+        fn = compiled(model) if jitted else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = fn(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = torchax_core.jit(step) if jitted else step
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(device)
+        return [run(x).item() for _ in range(4)]
+
+    assert train("jax", True) == pytest.approx(train("cpu", False), rel=1e-5)
+
+
+def test_compiled_function_takes_numbers_read_from_tensors() -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        x = torch.randn(3)
+        run = compiled(lambda x: x * x.sum().item() + 1, fullgraph=True)
+        close(run(x.to("jax")), x * x.sum() + 1)
+
+
+def test_shapes_that_depend_on_data() -> None:
+    x = torch.tensor([0.0, 1.0, 2.0])
+    close(compiled(lambda x: x.nonzero() * 2)(x.to("jax")), x.nonzero() * 2)  # a graph break
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        with pytest.raises(DataDependentError, match="nonzero"):
+            compiled(lambda x: x.nonzero() * 2, fullgraph=True)(x.to("jax"))
+        with pytest.raises(DataDependentError, match="shape"):
+            compiled(lambda x: x.new_zeros(x.argmax().item()), fullgraph=True)(x.to("jax"))

@@ -34,7 +34,7 @@ from torchax_core.convert import is_traced, torch_from_array
 from torchax_core.cpu_arrays import CpuArgument, shares_memory
 from torchax_core.dtypes import torch_dtype
 from torchax_core.environment import current_env
-from torchax_core.errors import ConversionError
+from torchax_core.errors import ConversionError, DataDependentError
 from torchax_core.packs import host
 from torchax_core.tensor import DEVICE, DEVICE_TYPE, Aval, Tensor, active, make_tensor, share_tensor
 from torchax_core.trace import Trace, promote_placeholders
@@ -92,6 +92,10 @@ class CompiledGraph:
 
     def __init__(self, graph: torch.fx.GraphModule) -> None:
         self.graph = graph
+        for module in graph.modules():
+            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+                # symbols of dynamo's own for what depends on data, which AOTAutograd would look for among the new ones
+                node.meta.pop("unbacked_bindings", None)
         self._made: collections.OrderedDict[Any, tuple[Callable[..., Any], list[int]]] = collections.OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
@@ -239,7 +243,7 @@ class _Program:
             active.kernels = trace.kernels(environment)
             try:
                 with torch.no_grad():
-                    results = graph(*inner)
+                    results = _run(graph, inner)
                 wanted = [_Wanted(node, numbers.get(node), i < kept) for i, node in enumerate(results_of)]
                 return self._collect(trace, results, wanted, given)
             finally:
@@ -351,6 +355,19 @@ class _Program:
         if trace is not None:
             trace.note(results)
         return results
+
+
+def _run(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    try:
+        return graph(*inputs)
+    except TypeError as error:
+        if "non-nested SymInt" not in str(error):
+            raise
+        raise DataDependentError(
+            'torch.compile(backend="torchax"): a shape, or another number that must be known before the program runs, is read '
+            "from a tensor. Leave `torch._dynamo.config.capture_scalar_outputs` off, so that the graph ends there, or pass the "
+            "number as an argument."
+        ) from error
 
 
 @dataclasses.dataclass
