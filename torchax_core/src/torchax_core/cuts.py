@@ -6,6 +6,7 @@ cuts are then written into the program, as `jax.lax.stop_gradient`.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
@@ -50,7 +51,7 @@ def run_kernel(func: Any, kernel: Any, args: Any, kwargs: Any, *, watched: bool)
     watched: whether gradients may be asked for of what is traced; then a write under no_grad leaves them as they were.
     The autograd engine's own calls of detach, on gradients on their way, are not the user's.
     """
-    if func is _detach and torch._C._current_autograd_node() is None:
+    if func is _detach and torch._C._current_autograd_node() is None and not _makes_parameter():
         return _detached(args[0])
     if not watched or not func._schema.is_mutable or not in_no_grad():
         return kernel(args, kwargs)
@@ -63,6 +64,18 @@ def run_kernel(func: Any, kernel: Any, args: Any, kwargs: Any, *, watched: bool)
         if store.array is not array and same and jnp.issubdtype(array.dtype, jnp.inexact):
             store.array = _write_unseen(array, store.array)
     return result
+
+
+def _makes_parameter() -> bool:
+    """Whether the detach is the one in `nn.Parameter(x)`, which must return a tensor of the type of `x`, no view."""
+    frame = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename == torch.nn.parameter.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def cut(store: Storage) -> None:

@@ -14,7 +14,7 @@ from torchax_core.bridge import call_torch, jax_view, to_xla
 from torchax_core.environment import Environment, current_env
 from torchax_core.functional import jax_jit
 
-__all__ = ["JittableModule", "call_with", "extract_all_buffers", "extract_jax", "set_all_buffers"]
+__all__ = ["JittableModule", "call_with", "extract_all_buffers", "extract_jax", "set_all_buffers", "tied_names"]
 
 
 def extract_all_buffers(m: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -44,7 +44,7 @@ def set_all_buffers(m: torch.nn.Module, params: dict[str, torch.Tensor], buffers
             setattr(m.get_submodule(owner), attribute, value)
 
 
-def _tied(tensors: dict[str, torch.Tensor]) -> dict[str, list[str]]:
+def tied_names(tensors: dict[str, torch.Tensor]) -> dict[str, list[str]]:
     """The other names of each tensor that has several, by its first name."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
@@ -95,7 +95,7 @@ def call_with(model: torch.nn.Module, method: Callable[..., Any], state: dict[st
             f"{type(model).__name__} has no tensor(s) {', '.join(unknown)}; it has {', '.join(sorted(known))}."
         )
     full = dict(state)
-    for first, names in _tied(known).items():
+    for first, names in tied_names(known).items():
         group = [first, *names]
         given = next((state[name] for name in group if name in state), None)
         if given is not None:
@@ -122,7 +122,7 @@ def extract_jax(
     """
     to_xla(mod)
     params, others = extract_all_buffers(mod)
-    aliases = {name for names in _tied({**params, **others}).values() for name in names}
+    aliases = {name for names in tied_names({**params, **others}).values() for name in names}
     weights = {k: jax_view(v.detach().to("jax")) for k, v in {**params, **others}.items() if k not in aliases}
     modes = {module: module.training for module in mod.modules()}
 
@@ -183,7 +183,7 @@ class JittableModule(torch.nn.Module):
         self._jitted: dict[str, Callable[..., Any]] = {}
         if dedup_parameters:
             for tensors in (self.params, self.buffers):
-                for names in _tied(tensors).values():  # type: ignore[arg-type]
+                for names in tied_names(tensors).values():  # type: ignore[arg-type]
                     for name in names:
                         del tensors[name]  # type: ignore[attr-defined]
 
