@@ -421,7 +421,7 @@ class LoweringKernel:
         returns = (self.variant.twin._schema if self.variant is not None else self.schema).returns
         for counted in body.counts(*arrays):  # type: ignore[attr-defined]
             some = [next(shapes) for _ in range(counted)]
-            avals = [Aval.contiguous(s.shape, torch_dtype(s.dtype)) for s in some]
+            avals = [None if s is None else Aval.contiguous(s.shape, torch_dtype(s.dtype)) for s in some]
             groups.append(avals if str(returns[len(groups)].type).startswith("List") else avals[0])
         return groups
 

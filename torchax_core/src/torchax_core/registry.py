@@ -26,7 +26,7 @@ from torchax_core.kernel import (
 from torchax_core.opset import Definition, Origin, ViewDefinition
 from torchax_core.tensor import become
 from torchax_core.variants import Variant, op_name, variant_of
-from torchax_core.writing import WritingKernel
+from torchax_core.writing import WritingKernel, become_resized
 
 __all__ = ["OpTable", "Source"]
 
@@ -199,7 +199,7 @@ def _make_kernel(func: Any, source: Source, variant: Variant | None) -> Any:
     definition = source.definition
     if source.level == "core":
         return DirectKernel(func, _become_view(inplace_view_of(func)))
-    if source.level == "torch composite":
+    if source.level == "torch composite" and variant is None:
         return DirectKernel(func, _composite_call(func))  # type: ignore[arg-type]
     if source.level == "cpu fallback":
         return DirectKernel(func, _cpu_call(func))
@@ -258,7 +258,7 @@ def _write_direct(func: Any, variant: Variant) -> Callable[..., Any]:
         for name, value in zip(variant.written, values[variant.fresh :], strict=True):
             target = bound[name]
             if target.shape != value.shape:
-                become(target, value.to(target.dtype))
+                become_resized(target, value.to(target.dtype))
             else:
                 target.copy_(value)
         fresh = iter(values)

@@ -21,7 +21,7 @@ class Variant:
     """How a writing op follows from its functional twin.
 
     twin:    the functional op.
-    written: names of the arguments written, in schema order; the twin's last results are their new values.
+    written: names of the arguments written, out= arguments first; the twin's last results are their new values.
     outs:    those of `written` that are out= arguments: the twin does not take them, and they are resized to fit.
     fresh:   how many of the twin's first results are returned as they are.
     returns: for each result of the writing op, the name of the written argument it is, or None for a fresh one.
@@ -67,6 +67,7 @@ def variant_of(func: Any) -> Variant | None:
     written = [a for a in schema.arguments if _writes(a)]
     if not written:
         return None
+    written.sort(key=lambda a: not a.is_out)  # the twin returns its results first, then new values of what it was given
     outs = frozenset(a.name for a in written if is_out_argument(a))
     inputs = [a for a in schema.arguments if a.name not in outs]
     owner: dict[str, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,14 +15,14 @@ from torchax_core.convert import is_traced
 from torchax_core.dtypes import jax_dtype, type_name
 from torchax_core.errors import LoweringMismatchError
 from torchax_core.kernel import FORMS, LoweringKernel, wrap_results
-from torchax_core.meta import NO_META, aval_of_meta, avals_of, run_on_meta
+from torchax_core.meta import NO_META, aval_of_meta, avals_of, check_out_dtypes, run_on_meta
 from torchax_core.opset import Definition
 from torchax_core.templates import STATIC, leaves_of
 from torchax_core.tensor import Aval, Tensor, become, make_tensor
 from torchax_core.variants import Variant
 from torchax_core.view import View
 
-__all__ = ["WritingKernel"]
+__all__ = ["WritingKernel", "become_resized"]
 
 
 class WritingKernel(LoweringKernel):
@@ -69,7 +70,7 @@ class WritingKernel(LoweringKernel):
                     at += 1
             elif aval is not None:
                 if name in variant.outs and target._aval is not aval and target._aval.shape != aval.shape:
-                    become(target, make_tensor(results[at], aval))
+                    become_resized(target, make_tensor(results[at], aval))
                 else:
                     target._write(results[at])
                 at += 1
@@ -119,8 +120,11 @@ class WritingKernel(LoweringKernel):
                         "unsupported operation: more than one element of the written-to tensor refers to a single memory "
                         "location. Please clone() the tensor before performing the operation."
                     )
+        resized = self._check_outs(metas) if variant.outs else {}
         before = {n: _shapes(metas.get(n)) for n in variant.written}
         outs = run_on_meta(self.func, self.arguments, metas)
+        if outs is NO_META:
+            metas.update(resized)
         fresh: list[Any] = []
         if outs is not NO_META and variant.fresh:
             results = outs if isinstance(outs, (tuple, list)) else (outs,)
@@ -152,6 +156,31 @@ class WritingKernel(LoweringKernel):
         targets = [metas.get(name) for name in self.variant.written]  # type: ignore[union-attr]
         return any(isinstance(t, torch.Tensor) and not (t.is_floating_point() or t.is_complex()) for t in targets)
 
+    def _check_outs(self, metas: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Raise what torch raises for `out=` tensors of these dtypes. Those of other shapes than the results become empty
+        metas, so that torch does not warn of resizing them: `become_resized` will. Returns what they are resized to."""
+        variant = self.variant
+        assert variant is not None
+        outs = [n for n in variant.written if n in variant.outs]
+        if not all(isinstance(metas.get(n), torch.Tensor) for n in outs):
+            return {}
+        arguments = variant.twin._schema.arguments
+        names = {a.name for a in arguments}
+        values = run_on_meta(variant.twin, arguments, {n: v for n, v in metas.items() if n in names})
+        if values is NO_META:
+            return {}
+        results = (values if len(variant.twin._schema.returns) > 1 else (values,))[variant.fresh :]
+        dtypes: dict[str, torch.dtype] = {}
+        resized: dict[str, torch.Tensor] = {}
+        for name, result in zip(outs, results, strict=False):
+            if isinstance(result, torch.Tensor):
+                dtypes[name] = result.dtype
+                if result.shape != metas[name].shape:
+                    resized[name] = torch.empty(result.shape, dtype=metas[name].dtype, device="meta")
+                    metas[name] = torch.empty(0, dtype=metas[name].dtype, device="meta")
+        check_out_dtypes(self.func, self.arguments, metas, dtypes)
+        return resized
+
     def _check_castable(self, values: Sequence[Any], metas: dict[str, Any]) -> None:
         for name, value in zip(self.variant.written, values, strict=True):  # type: ignore[union-attr]
             target = metas.get(name)
@@ -179,6 +208,20 @@ class WritingKernel(LoweringKernel):
         if self.takes_dtype_of_out and kept.get("dtype") is None:
             kept["dtype"] = jax_dtype(metas[next(iter(variant.outs))].dtype)
         return super()._body_call(kept, metas, draws)
+
+
+def become_resized(target: Tensor, source: Tensor) -> None:
+    """Put a result of another shape in the place of an `out=` tensor, with torch's warning if that had elements."""
+    if target.numel():
+        warnings.warn(
+            f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does not match "
+            f"the required output shape {list(source.shape)}. This behavior is deprecated, and in a future PyTorch release "
+            "outputs will not be resized unless they have zero elements. You can explicitly reuse an out tensor t by "
+            "resizing it, inplace, to zero elements with t.resize_(0).",
+            UserWarning,
+            stacklevel=2,
+        )
+    become(target, source)
 
 
 def _shapes(value: Any) -> Any:

@@ -1,0 +1,62 @@
+"""writing.py: what `out=` does beside its results: resizing, warning, refusing dtypes; one program per form."""
+
+import warnings
+
+import pytest
+import torch
+
+from torchax_core.testing import assert_same_error, sample
+
+
+def out(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="jax")
+
+
+def test_results_come_before_what_is_updated() -> None:
+    x = sample((2, 3, 4), torch.float32)
+    for given in ((2, 3, 4), (0,)):
+        found = []
+        for device in ("cpu", "jax"):
+            mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
+            outs = [torch.empty(s, device=device) for s in (given, (3,), (3,))]
+            names = dict(zip(("out", "save_mean", "save_invstd"), outs, strict=True))
+            op = torch.ops.aten._native_batch_norm_legit.out
+            results = op(x.to(device), None, None, mean, var, True, 0.1, 1e-5, **names)
+            assert all(r is o for r, o in zip(results, outs, strict=True))
+            found.append([*outs, mean, var])
+        torch.testing.assert_close([t.cpu() for t in found[1]], found[0])
+
+
+@pytest.mark.parametrize("given", [(2, 3, 5), (0,), (7,)])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_matmul_of_folded_batches(given) -> None:
+    a, b = sample((2, 3, 4), torch.float32), sample((4, 5), torch.float32, seed=1)
+    y = out(given)
+    assert torch.matmul(a.to("jax"), b.to("jax"), out=y) is y
+    torch.testing.assert_close(y.cpu(), a @ b)
+    wanting = a.to("jax").requires_grad_()
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.matmul(wanting, b.to("jax"), out=y)
+
+
+def test_an_out_form_of_a_composite_function() -> None:
+    a, y = sample((4, 4), torch.float32), out(0, dtype=torch.complex64)
+    assert torch.linalg.eigvals(a.to("jax"), out=y) is y
+    torch.testing.assert_close(*(torch.view_as_real(x).sort(0).values for x in (y.cpu(), torch.linalg.eigvals(a))))
+
+
+def test_resizing_warns_each_time() -> None:
+    x = sample((3, 4), torch.float32).to("jax")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"resized since it had shape \[2\]") as caught:
+            torch.fft.fft(x, out=out(2, dtype=torch.complex64))
+        assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.fft.fft(x, out=out(0, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("fn", [torch.mm, lambda x, y, out: torch.renorm(x, 2, 0, 1.0, out=out)])
+def test_an_out_of_another_dtype_is_refused_as_torch_does(fn) -> None:
+    x, wide = sample((3, 3), torch.float32), torch.zeros(3, 3, dtype=torch.float64)
+    assert_same_error(lambda x, o: fn(x, x, out=o), x, wide, wording=True)
