@@ -158,3 +158,19 @@ def test_renorm(p):
     x = sample((3, 4, 2), torch.float64)
     assert_matches_torch(torch.renorm, x, p, 1, 2.0, forms=("functional", "inplace", "out"))
     assert_matches_torch(torch.renorm, x.to(torch.complex128) * 1j, p, -1, 2.0)
+
+
+def test_rms_norm_under_every_kind_of_differentiation():
+    """It is composite and kept whole, so its derivatives are JAX's: conjugated, pushed forward, and left to torch.func."""
+    z = sample((3, 4), torch.complex128)
+    assert_matches_torch(F.rms_norm, z, [4], grad=True)
+
+    def pushed(x):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x.flip(0))
+            return torch.autograd.forward_ad.unpack_dual(F.rms_norm(dual, [4])).tangent
+
+    assert_matches_torch(pushed, z)
+    x = sample((3, 4), torch.float64)
+    assert_matches_torch(pushed, x, grad=True)
+    assert_matches_torch(torch.func.hessian(lambda x: F.rms_norm(x, [4]).pow(3).sum()), x)

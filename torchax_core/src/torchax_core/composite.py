@@ -19,11 +19,16 @@ from torchax_core.kernel import DirectKernel, LoweringKernel
 from torchax_core.overrides import DecliningKernel
 from torchax_core.registry import is_composite
 from torchax_core.tensor import Tensor, active, make_tensor, resolve_active
-from torchax_core.variants import op_name
+from torchax_core.variants import find_op, op_name
 from torchax_core.view import View
-from torchax_core.vjp import DifferentiableProgram, differentiable_call
+from torchax_core.vjp import DifferentiableProgram, differentiable_call, forward_ad_level, has_tangent
+from torchax_core.writing import WritingKernel
 
 __all__ = ["capturing", "keep_whole"]
+
+_OUT_FORMS = ("aten::kron.out", "aten::matmul.out")
+"""Composite out= forms that are kept whole whoever defines them: torch's code for them asks whether two tensors share a
+C++ storage, which a View and its base never do, or writes through `_unsafe_view`, which is a copy here."""
 
 _len_modes = torch._C._len_torch_dispatch_stack
 _libraries: dict[str, torch.library.Library] = {}
@@ -97,15 +102,41 @@ def _run(kernel: Any, decompose: Callable[..., Any], args: Any, kwargs: Any) -> 
     if isinstance(kernel, DecliningKernel):
         return kernel.ask(lambda asked: _run(asked, decompose, args, kwargs))
     definition = getattr(kernel, "definition", None)
+    if isinstance(kernel, WritingKernel):
+        if not _any_differentiable(args, kwargs):
+            return kernel(args, kwargs)
+        if kernel.variant is None or not kernel.variant.outs:
+            return decompose(*args, **kwargs)
+        raise RuntimeError(
+            f"{kernel.func.overloadpacket.__name__}(): functions with out=... arguments don't support automatic "
+            "differentiation, but one of the arguments requires grad."
+        )
     if definition is None or definition.origin.pack == "torch":
         return decompose(*args, **kwargs)
+    if torch._C._are_functorch_transforms_active() and _any_wrapped(args, kwargs):
+        return decompose(*args, **kwargs)  # torch.func differentiates and batches the ops that it is made of
     if isinstance(kernel, DirectKernel):
         return kernel(args, kwargs)
-    if not torch.is_grad_enabled() or not _any_requires_grad(args) and not _any_requires_grad(kwargs.values()):
+    if not _any_differentiable(args, kwargs):
         return kernel(args, kwargs)
     if definition.composite_grad == "decompose" or not isinstance(kernel, LoweringKernel):
         return decompose(*args, **kwargs)
     return differentiable_kernel(kernel, args, kwargs)
+
+
+def _any_wrapped(args: Any, kwargs: Any) -> bool:
+    """Whether a tensor among the arguments is what torch.func's transformations wrap one in."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(isinstance(leaf, torch.Tensor) and wrapped(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+
+
+def _any_differentiable(args: Any, kwargs: Any) -> bool:
+    """Whether a derivative, backward or forward, is to be recorded for a call."""
+    if torch.is_grad_enabled() and (_any_requires_grad(args) or _any_requires_grad(kwargs.values())):
+        return True
+    return forward_ad_level() >= 0 and any(
+        isinstance(leaf, torch.Tensor) and has_tangent(leaf) for leaf in pytree.tree_leaves((args, kwargs))
+    )
 
 
 def _any_requires_grad(values: Any) -> bool:
@@ -177,3 +208,7 @@ def _flat_operands(kernel: LoweringKernel, args: Any, kwargs: Any) -> list[Any]:
     for name, value in kwargs.items():
         visit(value, kernel.kinds_by_name[name])
     return flat
+
+
+for _name in _OUT_FORMS:
+    keep_whole(find_op(_name))

@@ -14,10 +14,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from torchax_core.tensor import Tensor, active, wrap_array
 
-__all__ = ["DifferentiableProgram", "differentiable_call"]
+__all__ = ["DifferentiableProgram", "differentiable_call", "forward_ad_level", "has_tangent"]
+
+
+def forward_ad_level() -> int:
+    """The level of torch.autograd.forward_ad that is entered; -1 outside."""
+    return forward_ad._current_level
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a dual tensor of the level entered."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _conjugate(array: Any) -> Any:
+    """torch's gradients are the conjugates of JAX's; also for real arrays, which stay as they are.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/autograd.html#autograd-for-complex-numbers
+    """
+    return jnp.conj(array) if jnp.issubdtype(array.dtype, jnp.complexfloating) else array
 
 
 def _x64(program: DifferentiableProgram) -> Any:
@@ -57,6 +76,7 @@ class DifferentiableProgram:
         self.wrap = wrap or (lambda index, array: wrap_array(array))
         self._made: dict[tuple[int, ...], tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._seconds: dict[tuple[int, ...], DifferentiableProgram] = {}
+        self._pushed: dict[tuple[int, ...], DifferentiableProgram] = {}
 
     def made_for(self, wanted: tuple[int, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """(forward, backward) differentiating with respect to the inputs at these positions.
@@ -79,7 +99,7 @@ class DifferentiableProgram:
 
             def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
                 with _x64(self):
-                    return residuals(tuple(cotangents))
+                    return tuple(map(_conjugate, residuals(tuple(map(_conjugate, cotangents)))))
 
             if self.jit:
                 pair = jax.jit(forward, inline=True), jax.jit(backward, inline=True)
@@ -104,9 +124,30 @@ class DifferentiableProgram:
                     return tuple(fn(*full))
 
                 results, vjp = jax.vjp(of_wanted, *[arrays[i] for i in wanted])
-                return vjp(_full_cotangents(results, given))
+                return tuple(map(_conjugate, vjp(_full_cotangents(results, tuple(map(_conjugate, given))))))
 
             program = self._seconds[wanted] = DifferentiableProgram(backward_of, jit=self.jit)
+        return program
+
+    def pushed(self, wanted: tuple[int, ...], count: int) -> DifferentiableProgram:
+        """Forward-mode: (inputs..., tangents of the wanted inputs...) -> tangents of the inexact results."""
+        program = self._pushed.get(wanted)
+        if program is None:
+            fn = self.fn
+
+            def tangents_of(*values: Any) -> Any:
+                arrays, given = values[:count], values[count:]
+
+                def of_wanted(*chosen: Any) -> Any:
+                    full = list(arrays)
+                    for at, value in zip(wanted, chosen, strict=True):
+                        full[at] = value
+                    return tuple(fn(*full))
+
+                results, tangents = jax.jvp(of_wanted, tuple(arrays[i] for i in wanted), given)
+                return tuple(t for r, t in zip(results, tangents, strict=True) if _is_inexact(r))
+
+            program = self._pushed[wanted] = DifferentiableProgram(tangents_of, jit=self.jit)
         return program
 
 
@@ -125,6 +166,8 @@ class _Call(torch.autograd.Function):
         ctx.program, ctx.arrays, ctx.wanted = program, arrays, wanted
         ctx.shapes = [(r.shape, r.dtype) for r in results]
         ctx.save_for_backward(*tensors)
+        if forward_ad_level() >= 0:
+            ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
         wrapped = _noted(tuple(program.wrap(i, r) for i, r in enumerate(results)))
         ctx.mark_non_differentiable(*[w for w, r in zip(wrapped, results, strict=True) if not _is_inexact(r)])
@@ -152,6 +195,17 @@ class _Call(torch.autograd.Function):
             gradients = backward(ctx.residuals, given)
         return (None, None, None, *_noted([wrap_array(g) for g in gradients]))
 
+    @staticmethod
+    def jvp(ctx: Any, *given: Any) -> Any:
+        operands: list[Any] = list(ctx.arrays)
+        for at, tensor in zip(ctx.wanted, ctx.saved_tensors, strict=True):
+            operands[at] = tensor
+        for tensor, tangent in zip(ctx.saved_tensors, given[3:], strict=True):
+            operands.append(torch.zeros_like(tensor) if tangent is None else tangent)
+        program = ctx.program.pushed(ctx.wanted, len(ctx.arrays))
+        tangents = iter(differentiable_call(program, operands))
+        return tuple(next(tangents) if _inexact(dtype) else None for _, dtype in ctx.shapes)
+
 
 def _second_order(ctx: Any, tensors: Any, cotangents: Any, inexact: list[int]) -> list[Any]:
     operands: list[Any] = list(ctx.arrays)
@@ -174,10 +228,15 @@ def differentiable_call(program: DifferentiableProgram, operands: Sequence[Any])
     if trace is not None:
         trace.lift_all(operands)
     arrays = [o._array() if isinstance(o, Tensor) else o for o in operands]
+    backward, forward = torch.is_grad_enabled(), forward_ad_level() >= 0
     wanted = tuple(
-        i for i, o in enumerate(operands) if isinstance(o, Tensor) and o.requires_grad and _is_inexact(arrays[i])
+        i
+        for i, o in enumerate(operands)
+        if isinstance(o, Tensor)
+        and (backward and o.requires_grad or forward and has_tangent(o))
+        and _is_inexact(arrays[i])
     )
-    if not torch.is_grad_enabled() or not wanted:
+    if not wanted:
         with _x64(program):
             results = program.fn(*arrays)
         return _noted(tuple(program.wrap(i, r) for i, r in enumerate(results)))
