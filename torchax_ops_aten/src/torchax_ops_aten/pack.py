@@ -32,6 +32,7 @@ FAMILIES = (
     "random",
     "reductions",
     "resize",
+    "rnn",
     "scans",
     "sorting",
     "special",
