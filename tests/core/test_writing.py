@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from torchax_core.testing import assert_same_error, sample
+from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 
 def out(*shape, dtype=torch.float32):
@@ -37,6 +37,13 @@ def test_matmul_of_folded_batches(given) -> None:
     wanting = a.to("jax").requires_grad_()
     with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
         torch.matmul(wanting, b.to("jax"), out=y)
+
+
+def test_other_out_forms_that_torch_writes_through_views() -> None:
+    a, b = sample((2, 3, 2, 3), torch.float32), sample((2, 1, 3, 4), torch.float32, seed=1)
+    assert_matches_torch(torch.kron, a, b, forms=["out"])
+    assert_matches_torch(torch.linalg.matrix_rank, sample((2, 4, 4), torch.float32), forms=["out"])
+    assert_matches_torch(torch.linalg.matrix_rank, sample((4, 4), torch.float64), 1.0, forms=["out"])
 
 
 def test_an_out_form_of_a_composite_function() -> None:

@@ -26,9 +26,16 @@ from torchax_core.writing import WritingKernel
 
 __all__ = ["capturing", "keep_whole"]
 
-_OUT_FORMS = ("aten::kron.out", "aten::matmul.out")
-"""Composite out= forms that are kept whole whoever defines them: torch's code for them asks whether two tensors share a
-C++ storage, which a View and its base never do, or writes through `_unsafe_view`, which is a copy here."""
+_OUT_FORMS = (
+    "aten::kron.out",
+    "aten::linalg_matrix_rank.atol_rtol_float_out",
+    "aten::linalg_matrix_rank.atol_rtol_tensor_out",
+    "aten::linalg_matrix_rank.out",
+    "aten::linalg_matrix_rank.out_tol_tensor",
+    "aten::matmul.out",
+)
+"""Composite out= forms that are kept whole whoever defines them: torch's code for them relies on two tensors sharing a
+C++ storage, which a View and its base never do, and would leave the `out` as it was."""
 
 _len_modes = torch._C._len_torch_dispatch_stack
 _libraries: dict[str, torch.library.Library] = {}
