@@ -5,12 +5,20 @@ x = torch.randn(3, 4, device="jax")
 """
 
 from torchax_core import errors
+from torchax_core.checkpoint import load_checkpoint, save_checkpoint
 from torchax_core.config import Config
 from torchax_core.device import register as _register
 from torchax_core.environment import Environment, Override, current_env, default_env, override_op_definition
 from torchax_core.hookspecs import hookimpl
-from torchax_core.interop import tensor
+from torchax_core.interop import JittableModule, extract_jax, tensor
 from torchax_core.jit import compile, jit
+from torchax_core.modes import (
+    disable_globally,
+    disable_temporarily,
+    enable_accuracy_mode,
+    enable_globally,
+    enable_performance_mode,
+)
 from torchax_core.opset import OpSet
 from torchax_core.promotion import (
     ALWAYS_BOOL,
@@ -32,26 +40,35 @@ __all__ = [
     "ALWAYS_BOOL",
     "AS_GIVEN",
     "BOOL_TO_LONG",
+    "compile",
     "COMPLEX_TO_FLOAT",
     "Config",
-    "Environment",
-    "INT_TO_FLOAT",
-    "KEEP",
-    "OpSet",
-    "Override",
-    "Promotion",
-    "SAME",
-    "Tensor",
-    "View",
-    "compile",
     "current_env",
     "default_env",
+    "disable_globally",
+    "disable_temporarily",
+    "enable_accuracy_mode",
+    "enable_globally",
+    "enable_performance_mode",
+    "Environment",
     "errors",
+    "extract_jax",
     "hookimpl",
+    "INT_TO_FLOAT",
     "jit",
+    "JittableModule",
+    "KEEP",
+    "load_checkpoint",
     "opmath",
+    "OpSet",
+    "Override",
     "override_op_definition",
+    "Promotion",
+    "SAME",
+    "save_checkpoint",
     "tensor",
+    "Tensor",
+    "View",
 ]
 
 _register()

@@ -26,7 +26,7 @@ from torchax_core.purity import in_jax, pure
 from torchax_core.tensor import Storage, Tensor, wrap_array
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
 
-__all__ = ["call_jax", "call_torch", "jax_view", "tensor", "torch_view"]
+__all__ = ["call_jax", "call_torch", "jax_view", "jax_view_elem", "tensor", "torch_view", "torch_view_elem"]
 
 _ARRAY = (jax.Array, jax.core.Tracer)
 
@@ -91,7 +91,8 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, _ARRAY) and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
 
 
-def _jax_leaf(leaf: Any) -> Any:
+def jax_view_elem(leaf: Any) -> Any:
+    """jax_view of a value that is no container."""
     if isinstance(leaf, Tensor):
         return leaf.jax()
     if isinstance(leaf, torch.Tensor):
@@ -108,7 +109,8 @@ def _jax_leaf(leaf: Any) -> Any:
     return leaf
 
 
-def _torch_leaf(leaf: Any) -> Any:
+def torch_view_elem(leaf: Any) -> Any:
+    """torch_view of a value that is no container."""
     if _is_array(leaf):
         return wrap_array(leaf)
     if isinstance(leaf, np.dtype):
@@ -125,7 +127,7 @@ def jax_view(tree: Any) -> Any:
 
     Raises ConversionError for tensors on other devices.
     """
-    return trees.map_leaves(_jax_leaf, tree)
+    return trees.map_leaves(jax_view_elem, tree)
 
 
 def torch_view(tree: Any) -> Any:
@@ -133,12 +135,12 @@ def torch_view(tree: Any) -> Any:
 
     So `torch_view(optax.adam(1e-3))` is an optimizer over torch parameters, and `torch_view(jax.lax.scan)` takes torch code.
     """
-    return trees.map_leaves(_torch_leaf, tree)
+    return trees.map_leaves(torch_view_elem, tree)
 
 
 def t2j_iso(tree: Any) -> Any:
     """`tree` with its Tensors as their jax arrays, no copy. Raises ConversionError for tensors on other devices."""
-    return trees.map_leaves(lambda x: _jax_leaf(x) if isinstance(x, torch.Tensor) else x, tree)
+    return trees.map_leaves(lambda x: jax_view_elem(x) if isinstance(x, torch.Tensor) else x, tree)
 
 
 def j2t_iso(tree: Any) -> Any:
@@ -176,11 +178,11 @@ def call_torch(function: Callable[..., Any], *args: Any, _caller: TorchCode | No
     """
     leaves, spec = trees.flatten((args, kwargs))
     if not (any(map(is_traced, leaves)) or in_jax() or _closure.tensors is not None):
-        inner_args, inner_kwargs = trees.unflatten([_torch_leaf(leaf) for leaf in leaves], spec)
+        inner_args, inner_kwargs = trees.unflatten([torch_view_elem(leaf) for leaf in leaves], spec)
         with torch.autograd.set_multithreading_enabled(False):
             return jax_view(function(*inner_args, **inner_kwargs))
     with pure() as trace:
-        inner = [_torch_leaf(leaf) for leaf in leaves]
+        inner = [torch_view_elem(leaf) for leaf in leaves]
         for leaf in inner:
             trace.note(leaf)
         inner_args, inner_kwargs = trees.unflatten(inner, spec)
@@ -226,7 +228,7 @@ def call_and_capture(function: Callable[..., Any], args: Any, kwargs: Any, captu
 
     def fn(*arrays: Any) -> Any:
         # torch code among the arguments is made anew each time: jax remembers what it traced by the function's identity
-        full = [_jax_leaf(leaf) for leaf in leaves]
+        full = [jax_view_elem(leaf) for leaf in leaves]
         for i, array in zip(places, arrays, strict=False):
             full[i] = array
         inner_args, inner_kwargs = trees.unflatten(full, spec)
@@ -249,7 +251,7 @@ def call_and_capture(function: Callable[..., Any], args: Any, kwargs: Any, captu
         _closure.tensors = before
     out_spec, flat = made
     rest = iter(results)
-    return trees.unflatten([next(rest) if leaf is _RESULT else _torch_leaf(leaf) for leaf in flat], out_spec)
+    return trees.unflatten([next(rest) if leaf is _RESULT else torch_view_elem(leaf) for leaf in flat], out_spec)
 
 
 def write_jax(tensor: Tensor, function: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:

@@ -44,6 +44,10 @@ _one_at_a_time = threading.Lock()
 _under_way: set[pathlib.Path] = set()
 
 
+class _NotThere(CheckpointError, FileNotFoundError):
+    """No checkpoint where one is looked for."""
+
+
 class Save:
     """A save under way. `wait()` returns when it is on disk, and raises what went wrong; `done()` tells without waiting."""
 
@@ -140,7 +144,8 @@ def load_checkpoint(path: str | os.PathLike[str], step: int | None = None, *, in
           load_state_dict() take up their state, tensors their values (laid out over devices as they are), and torch's and
           the environment's random state go back to what they were. All of it happens, or none.
     path: may also be the folder of one step, or a file written by torch.save, which is read with weights_only=True.
-    Raises CheckpointError for what is no checkpoint, is damaged, or does not fit `into`; nothing has changed then.
+    Raises CheckpointError for what is no checkpoint (also a FileNotFoundError where there is none), is damaged, or does not fit
+    `into`; nothing has changed then.
     """
     root = pathlib.Path(path).absolute()
     if root.is_file():
@@ -322,11 +327,11 @@ def _find(root: pathlib.Path, step: int | None) -> pathlib.Path:
     if found:
         return found[-1]
     if not root.exists():
-        raise CheckpointError(f"load_checkpoint: {root} does not exist.")
+        raise _NotThere(f"load_checkpoint: {root} does not exist.")
     there = sorted({s for s, _, _ in complete})
     if there:
-        raise CheckpointError(f"load_checkpoint: no step {step} in {root}; there are {', '.join(map(str, there))}.")
-    raise CheckpointError(
+        raise _NotThere(f"load_checkpoint: no step {step} in {root}; there are {', '.join(map(str, there))}.")
+    raise _NotThere(
         f"load_checkpoint: no checkpoint in {root}. save_checkpoint(state, path, step) writes folders of names like "
         "00000100.0 into it; weights in safetensors files are read by load_safetensors."
     )

@@ -10,7 +10,7 @@ import torch
 
 from torchax_core.errors import ConversionError
 
-__all__ = ["BIT_CAST", "SCALAR_DTYPES", "jax_dtype", "torch_dtype", "type_name"]
+__all__ = ["BIT_CAST", "SCALAR_DTYPES", "dtype_pairs", "jax_dtype", "torch_dtype", "type_name"]
 
 _PAIRS: list[tuple[str, Any]] = [
     ("bool", np.bool_),
@@ -54,6 +54,11 @@ SCALAR_DTYPES: dict[type, np.dtype] = {
     complex: np.dtype(np.complex128),
 }
 """What a Python number is before an op casts it: wide enough to lose nothing."""
+
+
+def dtype_pairs() -> dict[torch.dtype, np.dtype]:
+    """All dtypes that both sides have, torch's to jax's."""
+    return dict(_TO_JAX)
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype:

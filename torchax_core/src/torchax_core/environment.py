@@ -120,7 +120,7 @@ class _Overrides:
         return found[::-1]
 
 
-class Environment:
+class Environment(contextlib.ContextDecorator):
     """Settings, overrides and random key; active in a thread from `with env:` on, or as the process's default.
 
     config: the settings; what TORCHAX_PACKS and its kin say is the default.

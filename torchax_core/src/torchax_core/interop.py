@@ -10,7 +10,7 @@ JittableModule, extract_jax: a module as a pure function of its weights
 
 from __future__ import annotations
 
-from torchax_core.bridge import call_jax, call_torch, jax_view, tensor, torch_view
+from torchax_core.bridge import call_jax, call_torch, jax_view, jax_view_elem, tensor, torch_view, torch_view_elem
 from torchax_core.functional import (
     fori_loop,
     gradient_checkpoint,
@@ -35,8 +35,13 @@ __all__ = [
     "jax_shard_map",
     "jax_value_and_grad",
     "jax_view",
+    "jax_view_elem",
     "set_all_buffers",
     "tensor",
     "torch_view",
+    "torch_view_elem",
     "wrap_jax_jit",
 ]
+
+# google/torchax's names for the two
+_jax_view, _torch_view = jax_view_elem, torch_view_elem

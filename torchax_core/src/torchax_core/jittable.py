@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core.bridge import call_torch, jax_view, to_xla
+from torchax_core.bridge import call_torch, jax_view, t2j_copy
 from torchax_core.environment import Environment, current_env
 from torchax_core.functional import jax_jit
 
@@ -113,17 +113,17 @@ def extract_jax(
 ) -> tuple[dict[str, jax.Array], Callable[..., Any]]:
     """A module as `(weights, function)` for jax: `function(weights, args)` is `mod(*args)`, pure, on jax arrays.
 
-    weights:  dict of arrays: parameters, buffers and plain tensor attributes, tied ones once. The module is moved to "jax".
+    weights:  dict of arrays: copies of parameters, buffers and plain tensor attributes, tied ones once; the module itself stays
+              where and what it is.
     function: function(weights, args, kwargs=None, *, rng=None, return_weights=False), for jax.jit, jax.grad, jax.vmap,
               jax.hessian, jax.lax.scan. rng: a jax key for its random ops. With return_weights, `(result, weights)`, the
               weights with what the module wrote into its buffers (BatchNorm's statistics, when training). It is in the mode,
               train or eval, that the module was in when extracted.
     Source: https://docs.jax.dev/en/latest/jax.nn.html
     """
-    to_xla(mod)
     params, others = extract_all_buffers(mod)
     aliases = {name for names in tied_names({**params, **others}).values() for name in names}
-    weights = {k: jax_view(v.detach().to("jax")) for k, v in {**params, **others}.items() if k not in aliases}
+    weights = t2j_copy({k: v.detach() for k, v in {**params, **others}.items() if k not in aliases})
     modes = {module: module.training for module in mod.modules()}
 
     def function(weights: Any, args: Any, kwargs: Any = None, *, rng: Any = None, return_weights: bool = False) -> Any:
