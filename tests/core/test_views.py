@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchax_core.testing import assert_matches_torch, sample
+
 CHAINS = {
     "t": lambda x: x.t(),
     "select": lambda x: x[1],
@@ -161,3 +163,15 @@ def test_64_bit_writes_through_a_view() -> None:
         assert x.dtype is torch.float64
         torch.testing.assert_close(x.cpu()[1].item(), 0.2, rtol=0, atol=0)
         torch.testing.assert_close(x.cpu()[5], torch.special.i0(torch.tensor(6.0, dtype=torch.float64)))
+
+
+def test_windows_on_the_memory_of_conjugate_and_negative_views():
+    x = sample((2, 3), torch.complex64)
+    assert_matches_torch(lambda x: x.conj().as_strided((2, 2), (1, 2), 1), x)
+    assert_matches_torch(lambda x: torch._neg_view(x.conj()).as_strided((2, 2), (1, 2), 1), x)
+
+    def write(x):
+        x.conj().as_strided((2, 2), (1, 2), 1).mul_(2j)
+        return x
+
+    assert_matches_torch(write, x)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchax_core.testing import assert_matches_torch, sample
+from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 DTYPES = [
     torch.bool,
@@ -72,3 +72,17 @@ def test_fill_keeps_large_integers():
 
 def test_unsafe_view():
     assert_matches_torch(torch.ops.aten._unsafe_view, sample((2, 6), torch.float32), (3, -1))
+
+
+@pytest.mark.parametrize("source", [torch.ones(3, 4), torch.ones(4)])
+def test_copy_onto_an_expanded_tensor_is_refused(source):
+    assert_same_error(lambda x, y: x.expand(3, 4).copy_(y), torch.zeros(3, 1), source, wording=True)
+
+
+def test_more_dimensions_than_numpy_has():
+    x = torch.arange(4.0).reshape([2] + [1] * 63 + [2])
+    ours = x.to("jax")
+    assert ours.neg().cpu().shape == x.shape
+    assert torch.equal(ours.neg().cpu().flatten(), x.neg().flatten())
+    with pytest.raises(RuntimeError, match="only tensors with up to 64 dims are supported"):
+        ours.amax(0)

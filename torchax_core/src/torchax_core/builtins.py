@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax_core.convert import array_from_numpy, array_from_torch, is_traced, torch_from_array
+from torchax_core.convert import array_from_numpy, array_from_torch, is_traced, torch_from_array, zeros_array
 from torchax_core.dtypes import jax_dtype
+from torchax_core.meta import check_elements_apart
 from torchax_core.symbolic import symbol_of_array
 from torchax_core.tensor import Aval, Storage, Tensor, become, contiguous_stride, make_tensor, share_tensor
 from torchax_core.view import AS_STRIDED, ROOT, View, make_view
@@ -84,6 +85,9 @@ def as_strided(self: Tensor, size: Any, stride: Any, storage_offset: Any = None)
             "Take the strided window first, then `.view(dtype)`."
         )
     path = ROOT.child(AS_STRIDED, (store.stride, size, stride), 1)
+    for step in self._path.steps if isinstance(self, View) else ():
+        if step.rules is not None and step.rules.bit:
+            path = path.child(step.rules, step.static, 0)
     return make_view(store, Aval.of(size, stride, self.dtype), offset, path, (offset,))
 
 
@@ -93,7 +97,7 @@ def as_strided(self: Tensor, size: Any, stride: Any, storage_offset: Any = None)
 def empty_tensor(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor of zeros: nothing is uninitialised here."""
     ours = jax_dtype(dtype)
-    array = array_from_numpy(np.zeros(size, ours))
+    array = zeros_array(size, ours)
     aval = Aval.of(size, stride, dtype)
     if stride == contiguous_stride(size) or _is_dense(size, stride):
         return make_tensor(array, aval)
@@ -263,6 +267,8 @@ def copy_(environment: Any, func: Any) -> Any:
         nonlocal kernel
         if not isinstance(self, Tensor):
             return self.copy_(to_cpu(src))  # type: ignore[arg-type]
+        if 0 in self._aval.stride:
+            check_elements_apart(self._aval.shape, self._aval.stride)
         if not isinstance(src, Tensor):
             if src.shape != self.shape:
                 src = src.expand(self.shape)

@@ -5,6 +5,7 @@ torch memory can be written to and jax arrays cannot, so a crossing copies once;
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -14,10 +15,11 @@ import torch
 from torchax_core.dtypes import BIT_CAST, SCALAR_DTYPES, jax_dtype, torch_dtype
 from torchax_core.errors import ConversionError, DataDependentError
 
-__all__ = ["array_from_numpy", "array_from_torch", "is_traced", "scalar_array", "torch_from_array"]
+__all__ = ["array_from_numpy", "array_from_torch", "is_traced", "scalar_array", "torch_from_array", "zeros_array"]
 
 _scalars: dict[tuple[type, Any], jax.Array] = {}
 _SCALARS_KEPT = 4096
+_NUMPY_DIMS = 64  # more than these cross as one
 
 
 def is_traced(array: Any) -> bool:
@@ -29,6 +31,18 @@ def array_from_numpy(value: np.ndarray) -> jax.Array:
     """A jax array holding `value`, dtype kept (64-bit too). `value` must not be written to afterwards."""
     with jax.enable_x64(True), jax.ensure_compile_time_eval():
         return jax.device_put(value)
+
+
+def zeros_array(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros, made without compiling anything."""
+    if len(shape) > _NUMPY_DIMS:
+        return _reshaped(zeros_array((math.prod(shape),), dtype), shape)
+    return array_from_numpy(np.zeros(shape, dtype))
+
+
+def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    with jax.enable_x64(True), jax.ensure_compile_time_eval():
+        return jax.lax.reshape(array, shape)
 
 
 def array_from_torch(tensor: torch.Tensor) -> jax.Array:
@@ -43,6 +57,8 @@ def array_from_torch(tensor: torch.Tensor) -> jax.Array:
             "Make it dense first, with `.to_dense()`."
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dim() > _NUMPY_DIMS:
+        return _reshaped(array_from_torch(tensor.reshape(-1)), tuple(tensor.shape))
     cast = BIT_CAST.get(tensor.dtype)
     if cast is not None:
         value = tensor.contiguous().view(cast[0]).numpy().view(dtype)
@@ -62,6 +78,8 @@ def torch_from_array(array: jax.Array) -> torch.Tensor:
             "known only when the program runs. Move the copy (`.cpu()`, `.item()`, `.numpy()`, `print`) out of the "
             "function, or return the tensor."
         )
+    if array.ndim > _NUMPY_DIMS:
+        return torch_from_array(_reshaped(array, (array.size,))).reshape(array.shape)
     dtype = torch_dtype(array.dtype)
     value = np.array(array, copy=True, order="C")
     cast = BIT_CAST.get(dtype)

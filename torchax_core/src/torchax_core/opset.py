@@ -109,12 +109,15 @@ class ViewRules:
             `read` and `write` are then called as `read(base, *static, *traced)`.
     write:  None, or `write(base, new, *args) -> base`. Without it the write goes through an index map: the view is read
             from `arange(base.size)`, which gives the position of every element, and `new` is scattered there.
+    bit:    torch keeps the op as a bit of the tensor, beside its geometry (conj, neg): a window on the memory of such a
+            view (`as_strided`) has it too.
     """
 
     def __init__(self, read: Callable[..., Any]) -> None:
         self.read = read
         self.split: Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]] | None = None
         self.write: Callable[..., Any] | None = None
+        self.bit = False
 
     def write_back(self, write: F) -> F:
         """Decorator: how a write reaches the base, for a view that does not keep elements whole, or more cheaply."""

@@ -268,6 +268,9 @@ def _(base: jax.Array, new: jax.Array) -> jax.Array:
     return -new
 
 
+conj.bit = neg_view.bit = True
+
+
 @ops.view("aten::view.dtype")
 def view_dtype(self: jax.Array, dtype: np.dtype) -> jax.Array:
     """The bits read as another dtype; of another width, the last dimension grows or shrinks by the ratio."""
