@@ -324,3 +324,11 @@ def test_gradients_of_slices_selects_and_diagonals():
     assert_matches_torch(lambda x: x[-1, :, 2] * 2, x, grad=True)
     assert_matches_torch(lambda x: x.diagonal(1, 2, 0) * 2, x, grad=True)
     assert_matches_torch(lambda x: x[3:1] * 2, x, grad=True)
+
+
+def test_errors_say_what_torch_says():
+    x = sample((4, 4), torch.float32)
+    said = assert_same_error(torch.index_add, x[:3, :2], 0, torch.tensor([0, 2]), torch.ones(2))
+    assert "excluding the specified dimension. Got self.shape = [3, 2] source.shape = [2]" in said
+    said = assert_same_error(torch.as_strided_scatter, x, x[:2, :2], (2, 2), (200, 200))
+    assert "itemsize 4 requiring a storage size of 1604 are out of bounds for storage of size 64" in said

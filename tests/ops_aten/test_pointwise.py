@@ -389,3 +389,17 @@ def test_shifts(fn, dtype):
     assert_matches_torch(fn, 5, by)
     assert_matches_torch(fn, x, torch.tensor([0, 1, 7, 8, 63, 64]).to(dtype))
     assert_matches_torch(lambda a, b: (a << b, a >> b), x, by)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.complex64])
+def test_kron(dtype):
+    a, b = sample((2, 3), dtype), sample((2, 2), dtype, seed=1)
+    assert_matches_torch(torch.kron, a, b, forms=("functional", "out"), grad=dtype.is_floating_point)
+    assert_matches_torch(torch.kron, a[0], b)
+
+
+def test_conj_physical_of_a_real_tensor_is_itself():
+    x = torch.ones(2, device="jax")
+    assert x.conj_physical() is x
+    assert_matches_torch(torch.conj_physical, sample((3,), torch.complex64), forms=ALL, grad=True)
+    assert_matches_torch(torch.conj_physical, sample((3,), torch.float32), forms=("inplace", "out"))

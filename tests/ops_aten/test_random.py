@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from torchax_core.testing import assert_same_error
+
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 N = 20_000
 
@@ -239,3 +241,28 @@ def test_the_seed_decides_and_each_call_differs(draw):
     assert torch.equal(draw().cpu(), first)
     torch.manual_seed(4)
     assert not torch.equal(draw().cpu(), first)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x.exponential_(0),
+        lambda x: x.cauchy_(0, 0),
+        lambda x: x.log_normal_(0, 0),
+        lambda x: x.geometric_(1),
+        lambda x: torch.multinomial(x.long(), 1),
+    ],
+)
+def test_parameters_out_of_range(draw):
+    assert_same_error(draw, torch.ones(3), wording=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_standard_gamma_grad(dtype):
+    alpha = torch.tensor([0.01, 0.3, 0.9, 1.0, 2.5, 8.0, 40.0, 1000.0], dtype=dtype)
+    draw = alpha * torch.tensor([0.5, 1.5, 0.2, 1.0, 2.0, 1.1, 0.9, 1.02], dtype=dtype)
+    # CPU torch expands in series and rational functions, good to about 1e-3
+    expected = torch._standard_gamma_grad(alpha, draw)
+    actual = torch._standard_gamma_grad(alpha.to("jax"), draw.to("jax"))
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.cpu(), expected, rtol=2e-3, atol=1e-5)

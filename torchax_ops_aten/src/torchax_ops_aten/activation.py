@@ -138,7 +138,7 @@ def hardshrink(self, lambd=0.5):
 def softshrink(self, lambd=0.5):
     """`self` moved toward 0 by `lambd`, not beyond it; NaN stays NaN."""
     if not lambd >= 0:
-        raise RuntimeError(f"aten::softshrink: `lambd` must not be negative, but is {lambd}.")
+        raise RuntimeError(f"lambda must be in range [0, inf) for input dtype {self.dtype}, but found {lambd}")
     # not where(self > lambd, ...): the product keeps NaN
     return jnp.where(self > lambd, self - lambd, jnp.where(self < -lambd, self + lambd, self * 0))
 

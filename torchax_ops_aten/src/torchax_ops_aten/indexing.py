@@ -450,9 +450,9 @@ def _slices(
         shape = self.shape[:dim] + (index.size,) + self.shape[dim + 1 :]
         if math.prod(source.shape) != math.prod(shape):
             raise ShapeError(
-                f"source tensor shape must match self tensor shape, excluding the specified dimension {dim}, where it "
-                f"must be the length of the index. Got self.shape = {self.shape}, source.shape = {source.shape} and an "
-                f"index of {index.size}."
+                "source tensor shape must match self tensor shape, excluding the specified dimension. Got self.shape = "
+                f"{list(self.shape)} source.shape = {list(source.shape)}; dimension {dim} must be {index.size} long, as "
+                "`index` is."
             )
         source = source.reshape(shape)
     return self, _along(dim, index), source
@@ -619,8 +619,9 @@ def as_strided_scatter(self, src, size, stride, storage_offset=None):
     last = (storage_offset or 0) + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if 0 not in size and last >= self.size:
         raise ShapeError(
-            f"aten::as_strided_scatter: size={size}, stride={stride} and storage_offset={storage_offset} reach element "
-            f"{last}, but `self` has {self.size}."
+            f"aten::as_strided_scatter: sizes {list(size)}, strides {list(stride)}, storage offset {storage_offset or 0} and "
+            f"itemsize {self.dtype.itemsize} requiring a storage size of {(last + 1) * self.dtype.itemsize} are out of bounds "
+            f"for storage of size {self.size * self.dtype.itemsize}: they reach element {last} of {self.size}."
         )
     position = jnp.full(size, storage_offset or 0, jnp.int64)
     for d, step in enumerate(stride):

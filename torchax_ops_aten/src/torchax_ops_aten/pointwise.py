@@ -100,6 +100,20 @@ def neg(self):
 
 
 ops.table(SAME, {"aten::mul.Tensor": jnp.multiply, "aten::mul.Scalar": jnp.multiply})
+
+
+@ops.lowering("aten::kron", promote=SAME, composite_grad="decompose")
+def kron(self, other):
+    """The Kronecker product: `self` with each element times `other` in its place; ranks are made equal by leading 1s.
+
+    Whole, as torch's own writes an `out=` through `_unsafe_view`, which is no view here.
+    """
+    rank = max(self.ndim, other.ndim)
+    self, other = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (self, other))
+    product = jnp.expand_dims(self, range(1, 2 * rank, 2)) * jnp.expand_dims(other, range(0, 2 * rank, 2))
+    return product.reshape([n * m for n, m in zip(self.shape, other.shape, strict=True)])
+
+
 ops.table(INT_TO_FLOAT, {"aten::div.Tensor": jnp.true_divide, "aten::div.Scalar": jnp.true_divide})
 
 
@@ -305,10 +319,11 @@ ops.table(COMPLEX_TO_FLOAT, {"aten::abs": jnp.abs})
 ops.table(SAME, {"aten::_conj_physical": jnp.conj})
 
 
-@ops.lowering("aten::conj_physical", promote=SAME, composite_grad="decompose")
-def conj_physical(self):
-    """The complex conjugate, written out. Here for its in-place and out= forms, which torch does not decompose."""
-    return jnp.conj(self)
+@ops.decomposition("aten::conj_physical", whole=False)
+def conj_physical(self: torch.Tensor) -> torch.Tensor:
+    """The complex conjugate, written out; a real tensor itself. Here for its in-place and out= forms, which torch does not
+    decompose."""
+    return torch.ops.aten._conj_physical(self) if self.is_complex() else self
 
 
 @ops.lowering("aten::angle")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from torchax_core.dtypes import torch_dtype, type_name
 from torchax_core.opset import OpSet
 from torchax_core.promotion import opmath
 from torchax_ops_aten.reductions import argmax
@@ -194,27 +195,36 @@ def uniform(self, to=1.0, *, key, **arguments):
     return opmath(_uniform(key, self.shape, self.dtype)) * (to - low) + low
 
 
-@ops.lowering("aten::log_normal")
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise RuntimeError(message)
+
+
+@ops.lowering("aten::log_normal", static=("std",))
 def log_normal(self, mean=1.0, std=2.0, *, key):
-    """exp of a normal of mean `mean` and standard deviation `std`."""
+    """exp of a normal of mean `mean` and standard deviation `std`, greater than 0."""
+    _require(std > 0, f"log_normal_ expects std > 0.0, but found std={std:g}")
     return jnp.exp(_normal(key, self.shape, self.dtype, mean, std))
 
 
-@ops.lowering("aten::exponential")
+@ops.lowering("aten::exponential", static=("lambd",))
 def exponential(self, lambd=1.0, *, key):
-    """The exponential distribution of rate `lambd`; greater than 0."""
+    """The exponential distribution of rate `lambd`, greater than 0; draws are too."""
+    _require(lambd > 0, f"exponential_ expects lambda > 0.0, but found lambda={lambd:g}")
     return _exponential(key, self.shape, _compute_dtype(self.dtype)) / lambd
 
 
-@ops.lowering("aten::cauchy")
+@ops.lowering("aten::cauchy", static=("sigma",))
 def cauchy(self, median=0.0, sigma=1.0, *, key):
-    """The Cauchy distribution."""
+    """The Cauchy distribution about `median`, of width `sigma`, greater than 0."""
+    _require(sigma > 0, f"cauchy_ expects sigma > 0.0, but found sigma={sigma:g}")
     return median + sigma * jnp.tan(jnp.pi * (_open_uniform(key, self.shape, _compute_dtype(self.dtype)) - 0.5))
 
 
-@ops.lowering("aten::geometric")
+@ops.lowering("aten::geometric", static=("p",))
 def geometric(self, p, *, key):
     """Trials up to and with the first success, each of probability `p` in (0, 1): 1, 2, ..."""
+    _require(0 < p < 1, f"geometric_ expects p to be in (0, 1), but got p={p:g}")
     u = _open_uniform(key, self.shape, _compute_dtype(self.dtype))
     return jnp.maximum(jnp.ceil(jnp.log(u) / jnp.log1p(-p)), 1)
 
@@ -273,6 +283,9 @@ def multinomial(self, num_samples, replacement=False, *, key):
     returns: (num_samples,) or (m, num_samples), int64. Weight 0 is not drawn, unless a row has fewer others than
              `num_samples` and may not repeat them: CPU torch raises then, which compiled code cannot.
     """
+    if not jnp.issubdtype(self.dtype, jnp.floating):
+        name = type_name(torch_dtype(self.dtype))
+        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {name}")
     weights = self.astype(_compute_dtype(self.dtype))
     if not replacement or num_samples == 1:
         # The smallest exponential variables of rates `weights` are a draw without replacement, in order.
