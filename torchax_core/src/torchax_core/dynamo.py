@@ -26,15 +26,16 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 
-import torchax_core  # noqa: F401 - the device; this module may be the first of the package that is imported
 from torchax_core import functions, log
 from torchax_core.config import Config
+from torchax_core.control_flow import SUPPORTED
 from torchax_core.convert import is_traced, torch_from_array
 from torchax_core.cpu_arrays import CpuArgument, shares_memory
 from torchax_core.dtypes import torch_dtype
 from torchax_core.environment import current_env
-from torchax_core.errors import ConversionError, DataDependentError
+from torchax_core.errors import ConversionError, DataDependentError, OperatorNotFound
 from torchax_core.packs import host
 from torchax_core.tensor import DEVICE, DEVICE_TYPE, Aval, Tensor, active, make_tensor, share_tensor
 from torchax_core.trace import Trace, promote_placeholders
@@ -204,6 +205,11 @@ def _onto_device(graph: torch.fx.GraphModule) -> None:
         if not isinstance(module, torch.fx.GraphModule):
             continue
         for node in module.graph.nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in SUPPORTED:
+                raise OperatorNotFound(
+                    f"torch.compile: the function uses {node.target}, which does not run on device 'jax'; of its kind, "
+                    f"{', '.join(map(str, SUPPORTED))} do. Write it with one of these, or leave it out of the compiled function."
+                )
             node.args = torch.fx.node.map_aggregate(node.args, _device_of_constant)
             node.kwargs = torch.fx.node.map_aggregate(node.kwargs, _device_of_constant)
         module.recompile()
@@ -242,7 +248,8 @@ class _Program:
             active.trace = trace
             active.kernels = trace.kernels(environment)
             try:
-                with torch.no_grad():
+                # at a first call, AOTAutograd watches custom ops in a mode that higher-order ops do not get through
+                with torch.no_grad(), _disable_current_modes():
                     results = _run(graph, inner)
                 wanted = [_Wanted(node, numbers.get(node), i < kept) for i, node in enumerate(results_of)]
                 return self._collect(trace, results, wanted, given)

@@ -26,6 +26,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from torchax_core.control_flow import SUPPORTED
 from torchax_core.convert import array_from_torch
 from torchax_core.dtypes import jax_dtype
 from torchax_core.environment import current_env
@@ -320,11 +321,16 @@ class _Interpreter:
     def _call(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
         func: Any = node.target
         if not isinstance(func, torch._ops.OpOverload):
-            if isinstance(func, torch._ops.HigherOrderOperator):
+            if not isinstance(func, torch._ops.HigherOrderOperator):
+                return func(*args, **kwargs)
+            if func not in SUPPORTED:
                 raise OperatorNotFound(
-                    f"the exported program holds {func}, which has no counterpart here. Export a program without it."
+                    f"the exported program holds {func}, which has no counterpart here; {', '.join(map(str, SUPPORTED))} have. "
+                    "Export a program without it."
                 )
-            return func(*args, **kwargs)
+            if any(is_symbolic(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+                raise OperatorNotFound(f"{func} does not run with symbolic dimensions. Export with static shapes.")
+            return self._op(func, args, kwargs)
         kwargs = {name: DEVICE if isinstance(value, torch.device) else value for name, value in kwargs.items()}
         kwargs.pop("pin_memory", None)
         if self.owner.composites and _is_composite_maths(func):
