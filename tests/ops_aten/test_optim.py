@@ -372,3 +372,14 @@ def test_update_scale_does_not_grow_to_infinity():
     torch._amp_update_scale_(scale, tracker, torch.zeros(1, device="jax"), 2.0, 0.5, 1)
     assert scale.item() == pytest.approx(3e38)
     assert tracker.item() == 0
+
+
+def test_optimizers_choose_foreach_by_themselves():
+    from torch.optim.optimizer import _default_to_fused_or_foreach
+    from torch.utils._foreach_utils import _has_foreach_support
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert _default_to_fused_or_foreach([weight], False) == (False, False)
+    ours = torch.nn.Parameter(torch.ones(2, device="jax"))
+    assert _default_to_fused_or_foreach([ours, ours[:1]], False) == (False, True)
+    assert _has_foreach_support([ours, ours[:1]], ours.device)

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import torch
+from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from torchax_core.forking import in_bad_fork
@@ -182,8 +184,16 @@ def register() -> None:
     for name in ("aten::empty.memory_format", "aten::empty_strided", "aten::_copy_from", "aten::_copy_from_and_resize"):
         _register(find_op(name))
     _library.impl("_pin_memory", _pin_memory, "CPU")
+    _take_part_in_foreach()
     for kind in (Tensor, View):
         torch.utils.data._utils.collate.default_collate_fn_map[kind] = _collate
+
+
+def _take_part_in_foreach() -> None:
+    """Let optimizers and `clip_grad_norm_` choose their foreach form for tensors of ours, as they do on every accelerator:
+    one program for all parameters. torch asks for the exact type; subclasses are added to its lists, as DTensor is."""
+    for supported in (of_optimizers, of_utilities):
+        supported += [cls for cls in (Tensor, View) if cls not in supported]
 
 
 def _collate(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
