@@ -11,6 +11,7 @@ TORCHAX_NAMESPACES = ("torchvision",)
 @hookimpl
 def torchax_op_sets() -> list[OpSet]:
     """Every family module's `ops`."""
-    from torchax_ops_vision import deform_conv, nms, roi
+    from torchax_ops_vision import deform_conv, nms, roi, second_order
 
+    second_order.register()
     return [nms.ops, roi.ops, deform_conv.ops]
