@@ -67,3 +67,21 @@ def test_resizing_warns_each_time() -> None:
 def test_an_out_of_another_dtype_is_refused_as_torch_does(fn) -> None:
     x, wide = sample((3, 3), torch.float32), torch.zeros(3, 3, dtype=torch.float64)
     assert_same_error(lambda x, o: fn(x, x, out=o), x, wide, wording=True)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: torch.cat([x[:3], x[3:]], out=x),
+        lambda x: torch.take(x, torch.tensor([1, 2]).to(x.device), out=x[:2]),
+        lambda x: torch.add(x[:3], 1, out=x[1:4]),
+    ],
+)
+def test_out_on_memory_that_is_read_is_refused_where_torch_does(write):
+    for _ in range(2):  # the verdict is kept for calls that are well, only
+        assert_same_error(write, torch.arange(6.0), wording=True)
+
+
+def test_out_on_memory_that_is_read_elsewhere_or_in_place():
+    assert_matches_torch(lambda x: torch.exp(x[:3], out=x[3:]), torch.arange(6.0))
+    assert_matches_torch(lambda x: torch.add(x, 1, out=x), torch.arange(6.0))

@@ -15,7 +15,7 @@ import torch
 
 from torchax_core.convert import array_from_numpy, array_from_torch, is_traced, torch_from_array, zeros_array
 from torchax_core.dtypes import jax_dtype
-from torchax_core.meta import check_elements_apart
+from torchax_core.overlap import check_elements_apart
 from torchax_core.symbolic import symbol_of_array
 from torchax_core.tensor import Aval, Storage, Tensor, become, contiguous_stride, make_tensor, share_tensor
 from torchax_core.view import AS_STRIDED, ROOT, View, make_view

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torchax_core.tensor import Aval, Tensor
 
-__all__ = ["NO_META", "aval_of_meta", "avals_of", "check_elements_apart", "check_out_dtypes", "meta_of", "run_on_meta"]
+__all__ = ["NO_META", "aval_of_meta", "avals_of", "check_out_dtypes", "meta_of", "run_on_meta"]
 
 
 NO_META = object()
@@ -95,15 +95,6 @@ def check_out_dtypes(
 
 class _TooLarge(Exception):
     """A call that is not tried on the CPU, or that has no kernel there."""
-
-
-def check_elements_apart(shape: Sequence[int], stride: Sequence[int]) -> None:
-    """Raise, as torch does, for a tensor to be written to that has several elements in one place (an expanded one)."""
-    if 0 not in shape and any(n > 1 and step == 0 for n, step in zip(shape, stride, strict=True)):
-        raise RuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-            "Please clone() the tensor before performing the operation."
-        )
 
 
 _CPU_ELEMENTS = 1 << 24

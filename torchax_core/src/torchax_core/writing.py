@@ -17,6 +17,7 @@ from torchax_core.errors import LoweringMismatchError
 from torchax_core.kernel import FORMS, LoweringKernel, wrap_results
 from torchax_core.meta import NO_META, aval_of_meta, avals_of, check_out_dtypes, run_on_meta
 from torchax_core.opset import Definition
+from torchax_core.overlap import check_elements_apart, check_shared_memory
 from torchax_core.templates import STATIC, leaves_of
 from torchax_core.tensor import Aval, Tensor, become, make_tensor
 from torchax_core.variants import Variant
@@ -33,6 +34,7 @@ class WritingKernel(LoweringKernel):
         # add_, copy_, ...: one tensor is written, and returned
         self.in_place = variant.written == ("self",) == variant.returns and str(self.arguments[0].type) == "Tensor"
         self.positions = {a.name: i for i, a in enumerate(self.arguments)}
+        self.sharing: set[Any] = set()  # of calls whose out= shares memory with an input, those that torch allows
         # an out= form computes in the dtype of its out where the twin takes a dtype and the call gives none: arange, sum
         twin_names = {a.name for a in variant.twin._schema.arguments}
         self.takes_dtype_of_out = bool(variant.outs) and "dtype" in twin_names & definition.parameters.keys()
@@ -55,6 +57,9 @@ class WritingKernel(LoweringKernel):
             return target
         variant = self.variant
         assert variant is not None
+        if variant.outs:
+            outs = leaves_of([self._argument(name, args, kwargs) for name in variant.outs])
+            check_shared_memory(self.func, args, kwargs or {}, outs, self.sharing)
         entry, arrays = self._enter(args, kwargs)
         results = entry.run(*arrays)
         if entry.single is not None:
@@ -115,11 +120,7 @@ class WritingKernel(LoweringKernel):
         assert variant is not None
         for name in variant.written:
             for leaf in leaves_of([metas.get(name)]):
-                if leaf.numel() and any(n > 1 and step == 0 for n, step in zip(leaf.shape, leaf.stride(), strict=True)):
-                    raise RuntimeError(
-                        "unsupported operation: more than one element of the written-to tensor refers to a single memory "
-                        "location. Please clone() the tensor before performing the operation."
-                    )
+                check_elements_apart(leaf.shape, leaf.stride())
         resized = self._check_outs(metas) if variant.outs else {}
         before = {n: _shapes(metas.get(n)) for n in variant.written}
         outs = run_on_meta(self.func, self.arguments, metas)
