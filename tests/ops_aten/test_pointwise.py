@@ -403,3 +403,12 @@ def test_conj_physical_of_a_real_tensor_is_itself():
     assert x.conj_physical() is x
     assert_matches_torch(torch.conj_physical, sample((3,), torch.complex64), forms=ALL, grad=True)
     assert_matches_torch(torch.conj_physical, sample((3,), torch.float32), forms=("inplace", "out"))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_powers(dtype):
+    base = torch.cat([sample((50,), dtype), torch.zeros(4, dtype=dtype)])
+    exponent = torch.tensor([1 + 1j, -1 + 1j, 0.5, -2], dtype=dtype).repeat(14)[:54]
+    assert_matches_torch(torch.pow, base, exponent)
+    for number in (1 + 1j, -1 + 1j, 2.5, -0.5, 0):
+        assert_matches_torch(torch.pow, base, number)

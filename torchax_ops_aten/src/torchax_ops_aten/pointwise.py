@@ -218,10 +218,19 @@ def _whole_power(base: jax.Array, exponent: jax.Array) -> jax.Array:
     return jnp.where(exponent < 0, inverse, power)
 
 
+def _power(base: jax.Array, exponent: jax.Array) -> jax.Array:
+    """`base ** exponent` of inexact numbers. A complex power of 0 is 0, or infinite, by the real part of the exponent."""
+    power = jnp.power(base, exponent)
+    if not _is_complex(power):
+        return power
+    at_zero = jnp.where(exponent.real > 0, 0, jnp.where(exponent.real < 0, complex(math.inf, math.nan), power))
+    return jnp.where(base == 0, at_zero, power)
+
+
 @ops.lowering("aten::pow.Tensor_Tensor", "aten::pow.Scalar", promote=SAME)
 def pow_tensor(self, exponent):
     """`self ** exponent`; of integers, an integer (see `_whole_power`)."""
-    return _whole_power(self, exponent) if _is_whole(self) else jnp.power(self, exponent)
+    return _whole_power(self, exponent) if _is_whole(self) else _power(self, exponent)
 
 
 @ops.lowering("aten::pow.Tensor_Scalar", promote=SAME, static=("exponent",))
@@ -237,7 +246,7 @@ def pow_scalar(self, exponent):
         return lax.rsqrt(self)
     if exponent in (-2, -1, 0, 1, 2, 3):
         return lax.integer_pow(self, int(exponent.real))
-    return jnp.power(self, jnp.asarray(exponent, self.dtype))
+    return _power(self, jnp.asarray(exponent, self.dtype))
 
 
 # -- elementary functions ------------------------------------------------------------------------
