@@ -237,6 +237,120 @@ def test_what_cuts_gradients_in_torch_cuts_those_of_jax(function) -> None:
         close(jax.grad(interop.jax_view(function))(jnp.array([1.0, 2.0, 3.0])), x.grad)
 
 
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * ctx.factor * x, None
+
+
+class WithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x, y):
+        return x * y, (x > 0).long()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        x, y = ctx.saved_tensors
+        return gradient * y * 2, gradient * x * 3
+
+
+class SavesResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return gradient * y * y
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(3)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 7
+
+
+def _in_place(x):
+    y = x * 2
+    InPlace.apply(y)
+    return (y * y).sum()
+
+
+def _setup(x):
+    a, b = WithSetup.apply(x, x.sin())
+    return (a * b).sum()
+
+
+def _inner_backward(x):
+    y = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(Straight.apply(y, 2).sum(), y)
+    return (gradient * x).sum()
+
+
+def _checkpointed(x, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(lambda x: x.sin().cos(), x, use_reentrant=reentrant).sum()
+
+
+FUNCTIONS = [
+    lambda x: (Straight.apply(x * 2, 5) * x).sum(),
+    _setup,
+    _in_place,
+    _inner_backward,
+    lambda x: _checkpointed(x, True),
+    lambda x: _checkpointed(x, False),
+    lambda x: (SavesResult.apply(x) * x).sum(),
+]
+
+
+@pytest.mark.parametrize(
+    "function",
+    FUNCTIONS,
+    ids=["straight", "setup_context", "in_place", "inner", "reentrant", "checkpoint", "saves result"],
+)
+def test_autograd_functions_bring_their_backward(function) -> None:
+    values = [1.2, 2.6, 3.1]
+    x = torch.tensor(values, requires_grad=True)
+    function(x).backward()
+    before = torch.autograd.Function.__dict__["apply"]
+    ours, array = interop.jax_view(function), jnp.array(values)
+    close(ours(array), function(x.clone()))
+    for gradient in (jax.grad(ours), jax.jit(jax.grad(ours)), lambda a: jax.vmap(jax.grad(ours))(a[None])[0]):
+        close(gradient(array), x.grad)
+    if function is not FUNCTIONS[4]:  # torch itself has none of a reentrant checkpoint
+        second = torch.autograd.functional.hessian(function, torch.tensor(values))
+        close(jax.jacrev(jax.jacrev(ours))(array), second)
+    for run in (function, torchax_core.jit(function)):
+        given = torch.tensor(values, device="jax", requires_grad=True)
+        run(given).backward()
+        close(given.grad, x.grad)
+
+    weight = torch.tensor(values, device="jax", requires_grad=True)
+    torchax_core.jit(lambda: function(weight).backward())()
+    close(weight.grad, x.grad)
+    assert torch.autograd.Function.__dict__["apply"] is before
+
+
 def test_a_detached_tensor_still_shares_memory_inside_jax() -> None:
     wanted = _write_through_detach(torch.tensor([1.0, 2.0]))
     close(jax.jit(interop.jax_view(_write_through_detach))(jnp.array([1.0, 2.0])), wanted)
@@ -571,3 +685,8 @@ def test_extract_jax_keeps_its_mode_and_takes_a_key() -> None:
     assert run(jax.random.key(0)).tolist() == run(jax.random.key(0)).tolist() != run(jax.random.key(1)).tolist()
     assert 0 in run(jax.random.key(0)).tolist() and evaluating({}, (jnp.ones(64),)).tolist() == [1] * 64
     assert not dropout.training
+
+
+def test_forward_mode_of_an_autograd_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.hessian(interop.jax_view(FUNCTIONS[0]))(jnp.ones(2))

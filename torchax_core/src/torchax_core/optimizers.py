@@ -20,6 +20,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchax_core.convert import scalar_array
+from torchax_core.customs import tracing_functions
 from torchax_core.tensor import Tensor, active, wrap_array
 
 __all__ = ["tracing_optimizers"]
@@ -27,7 +28,7 @@ __all__ = ["tracing_optimizers"]
 
 @contextlib.contextmanager
 def tracing_optimizers() -> Iterator[None]:
-    """Watch optimizer steps and `zero_grad` while a trace is under way."""
+    """Watch optimizer steps, `zero_grad` and autograd.Functions while a trace is under way."""
     zero_grad, module_zero_grad = Optimizer.zero_grad, torch.nn.Module.zero_grad
 
     def optimizer_zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -42,7 +43,8 @@ def tracing_optimizers() -> Iterator[None]:
     Optimizer.zero_grad = optimizer_zero_grad  # type: ignore[method-assign]
     torch.nn.Module.zero_grad = whole_module_zero_grad  # type: ignore[method-assign]
     try:
-        yield
+        with tracing_functions():
+            yield
     finally:
         Optimizer.zero_grad, torch.nn.Module.zero_grad = zero_grad, module_zero_grad  # type: ignore[method-assign]
         for handle in handles:

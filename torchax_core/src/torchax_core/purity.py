@@ -2,7 +2,7 @@
 
 jax sees arrays; three things of torch's would be lost on the way, and are kept here:
 
-- `x.detach()` and `with torch.no_grad():` cut gradients, so their results pass through `jax.lax.stop_gradient`;
+- `x.detach()`, `with torch.no_grad():` cut gradients, so their results pass through `jax.lax.stop_gradient`;
 - a write to a tensor that was not an argument would leave a tracer in it: it is undone, and a SideEffectError says so;
 - random numbers drawn under `jax.jit` or in a `jax.lax` loop would be the same at every run: there is a warning.
 """
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from torchax_core.convert import is_traced
+from torchax_core.customs import tracing_functions
 from torchax_core.cuts import cut, in_no_grad, run_kernel
 from torchax_core.errors import SideEffectError
 from torchax_core.tensor import Storage, Tensor, active, resolve_active
@@ -164,7 +165,7 @@ def pure() -> Iterator[PureTrace]:
     active.trace = trace  # type: ignore[assignment]
     active.kernels = trace.kernels(active.environment)
     try:
-        with torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
+        with torch.autograd.set_multithreading_enabled(False), torch.enable_grad(), tracing_functions():
             yield trace
     finally:
         active.trace, active.kernels = before
