@@ -184,7 +184,8 @@ def test_gradients():
     # each member's loss counts in every member's gradient, as with processes
     weights = np.arange(2.0)
     np.testing.assert_array_equal(gradient_of(lambda t: c10d.all_reduce(t, "sum", "line")), 2 * values * 8 * weights)
-    np.testing.assert_array_equal(gradient_of(lambda t: c10d.all_reduce(t, "avg", "line")), 2 * values * weights)
+    if torch.__version__ >= (2, 14):  # before, torch's own formula refuses all but "sum"
+        np.testing.assert_array_equal(gradient_of(lambda t: c10d.all_reduce(t, "avg", "line")), 2 * values * weights)
     gathered = gradient_of(lambda t: c10d.all_gather_into_tensor(t, 8, "line"))
     np.testing.assert_array_equal(gathered, 2 * values * 8 * weights)
     scattered = gradient_of(lambda t: c10d.reduce_scatter_tensor(t, "sum", 8, "line"))
