@@ -20,6 +20,7 @@ import pathlib
 import re
 import shutil
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -99,9 +100,7 @@ def save_checkpoint(
     if root.exists() and not root.is_dir():
         raise CheckpointError(f"save_checkpoint needs a folder, but {root} is a file. Give the folder to make.")
     arrays: list[Any] = []
-    manifest = {
-        "format": _FORMAT,
-        "version": _VERSION,
+    manifest: dict[str, Any] = {
         "step": int(step),
         "state": _encode(state, arrays, "state"),
         "random": _encode(_random_state(), arrays, "random"),
@@ -153,6 +152,7 @@ def load_checkpoint(path: str | os.PathLike[str], step: int | None = None, *, in
         return _to_arrays(state) if into is None else put_into(into, state, None)
     folder = _find(root, step)
     manifest = _read_manifest(folder)
+    _verify(folder, manifest)
     wanted: dict[int, Any] = {}
     if into is not None:
         _shardings(into, manifest["state"], wanted)
@@ -302,11 +302,39 @@ def _write(started: pathlib.Path, folder: pathlib.Path, manifest: dict[str, Any]
     if named:
         with contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler())) as writer:
             writer.save(started / "arrays", args=ocp.args.StandardSave(named), force=True)
+    manifest["files"] = {name: [file.stat().st_size, _crc(file)] for name, file in _files(started).items()}
+    body = json.dumps(manifest)
     with open(started / _MANIFEST, "w") as file:
-        json.dump(manifest, file)
+        header = {"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())}
+        file.write(f"{json.dumps(header)}\n{body}\n")
         file.flush()
         os.fsync(file.fileno())
     os.rename(started, folder)
+
+
+def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """The files in a folder and those below, by their path from it."""
+    return {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def _crc(file: pathlib.Path) -> int:
+    value = 0
+    with open(file, "rb") as stream:
+        while piece := stream.read(1 << 22):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def _verify(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
+    there = _files(folder)
+    for name, (size, crc) in manifest["files"].items():
+        if name not in there:
+            raise CheckpointError(f"load_checkpoint: {folder / name} is missing. {_DAMAGED}")
+        found = there[name].stat().st_size
+        if found != size:
+            raise CheckpointError(f"load_checkpoint: {folder / name} has {found} bytes, not {size}. {_DAMAGED}")
+        if _crc(there[name]) != crc:
+            raise CheckpointError(f"load_checkpoint: {folder / name} was altered: its checksum is another. {_DAMAGED}")
 
 
 def _tidy(root: pathlib.Path, keep: int | None) -> None:
@@ -338,18 +366,23 @@ def _find(root: pathlib.Path, step: int | None) -> pathlib.Path:
 
 
 def _read_manifest(folder: pathlib.Path) -> dict[str, Any]:
+    file = folder / _MANIFEST
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
+        first, _, body = file.read_text().partition("\n")
+        header = json.loads(first)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"load_checkpoint: {folder / _MANIFEST} cannot be read: {error}. {_DAMAGED}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"load_checkpoint: {folder / _MANIFEST} was not written by save_checkpoint.")
-    if manifest["version"] > _VERSION:
+        raise CheckpointError(f"load_checkpoint: {file} cannot be read: {error}. {_DAMAGED}") from error
+    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+        raise CheckpointError(f"load_checkpoint: {file} was not written by save_checkpoint.")
+    if header["version"] > _VERSION:
         raise CheckpointError(
-            f"load_checkpoint: {folder} has format version {manifest['version']}, and this torchax_core reads up to {_VERSION}. "
+            f"load_checkpoint: {folder} has format version {header['version']}, and this torchax_core reads up to {_VERSION}. "
             "Update torchax-core."
         )
-    return manifest
+    body = body.removesuffix("\n")
+    if zlib.crc32(body.encode()) != header["crc32"]:
+        raise CheckpointError(f"load_checkpoint: {file} was altered or cut off. {_DAMAGED}")
+    return json.loads(body)  # type: ignore[no-any-return]
 
 
 _DAMAGED = "The checkpoint is damaged; an earlier step may be whole: load_checkpoint(path, step)."
