@@ -9,7 +9,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-EXAMPLES = ["digits_cnn", "gpt2_training", "resnet18", "sequence_models", "jax_in_torch"]
+EXAMPLES = [
+    "digits_cnn",
+    "gpt2_training",
+    "resnet18",
+    "sequence_models",
+    "jax_in_torch",
+    "flash_attention_override",
+    "int8_linear_override",
+]
 BENCHMARKS = ["eager", "model", "train", "startup"]
 
 
