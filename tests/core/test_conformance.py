@@ -220,6 +220,12 @@ WRONG = {
     ),
     "tangent": ("exp", "grad.forward", lambda op, x: x * 2, "sample 0: tangent: result: values differ"),
     "view": ("t", "view", lambda op, x: op(x).clone(), "sample 0: after writing to the"),
+    "vmap": (
+        "exp",
+        "vmap",
+        lambda op, x: op(x) if not torch._C._functorch.is_batchedtensor(x) else op(x) * 2,
+        "vmap: result",
+    ),
     "error": ("dot", "error", lambda op, x, *args: x, "error input 0: raises nothing"),
     "error type": (
         "dot",
@@ -396,7 +402,7 @@ def test_a_crash_and_a_hang_cost_one_cell_each(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)  # a spawned process gets this one's path
     monkeypatch.setattr("torchax_core.conformance.workers._GRACE", 1.0)
     todo = [Cell(op, "float32", "forward") for op in ("abort", "exp", "hang", "neg")]
-    found = {r.cell.op: r for r in sweep(todo, Options(max_samples=1, timeout=2.0, pack="deadly"), workers=1)}
+    found = {r.cell.op: r for r in sweep(todo, Options(max_samples=1, timeout=8.0, pack="deadly"), workers=1)}
     assert {op: r.status for op, r in found.items()} == {
         "abort": "crashed",
         "exp": "passed",

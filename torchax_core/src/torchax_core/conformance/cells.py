@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DTYPES", "FAILED", "MODES", "NO_DTYPE", "Cell", "Result", "cells", "dtypes_named", "modes_named"]
 
-MODES = ("forward", "inplace", "out", "grad.first", "grad.second", "grad.forward", "view", "error")
+MODES = ("forward", "inplace", "out", "grad.first", "grad.second", "grad.forward", "view", "vmap", "error")
 """Every mode. "grad" stands for the three that begin with it: first order, second order, and forward-mode AD."""
 
 DTYPES = (
@@ -142,6 +142,10 @@ def _applies(op: OpInfo, dtype: torch.dtype | None, mode: str, wanted: list[torc
         return mode == "error" and dtype is None and op.error_inputs_func is not None
     if mode == "inplace" and op.inplace_variant is None or mode == "out" and not op.supports_out:
         return False
+    if mode == "vmap":  # one dtype says all about batching
+        return dtype == next(
+            (x for x in (torch.float32, *wanted) if x in wanted and x in op.supported_dtypes("cpu")), None
+        )
     if mode not in _GRAD_MODES:
         return dtype in op.supported_dtypes("cpu")
     if mode == "grad.second" and not op.supports_gradgrad or mode == "grad.forward" and not op.supports_forward_ad:

@@ -1,4 +1,4 @@
-"""What each mode checks of one sample: forward, in-place and `out=` forms, views, and errors. Gradients: gradients.py."""
+"""What each mode checks of one sample: forward, in-place and `out=` forms, views, vmap and errors. Gradients: gradients.py."""
 
 from __future__ import annotations
 
@@ -231,6 +231,39 @@ def _aliases(part: Any, x: torch.Tensor) -> bool:
     return same_memory and (part is x or part._is_view())  # unsafe_split shares memory, but is no view
 
 
+# -- batching ----------------------------------------------------------------------------------------------------------
+
+
+def _vmap(op: OpInfo, sample: Sample) -> None:
+    """`torch.func.vmap` over all tensors of the sample, where CPU torch can: two of each, the input's second one halved."""
+    given = tensors_in(sample.input.input)
+    if not given or any(x.layout != torch.strided for x in tensors_in((sample.input.args, sample.input.kwargs, given))):
+        raise NoSample
+    inputs = len(given)
+
+    def mapped(x: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((x, args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+        def one(*tensors: torch.Tensor) -> Any:
+            values = list(leaves)
+            for place, tensor in zip(places, tensors, strict=True):
+                values[place] = tensor
+            own, own_args, own_kwargs = pytree.tree_unflatten(values, spec)
+            return op(own, *own_args, **own_kwargs)
+
+        batches = [
+            torch.stack([leaves[i], leaves[i] / 2 if n < inputs and leaves[i].is_floating_point() else leaves[i]])
+            for n, i in enumerate(places)
+        ]
+        return torch.func.vmap(one, randomness="different")(*batches)
+
+    expected, _ = reference(mapped, sample.input)
+    values = has_values(op, mapped, sample.input, expected)
+    actual, _ = call(mapped, sample.input, testing.DEVICE)
+    assert_same(op, mapped, sample.input, actual, expected, values=values, what="vmap", formats=False)
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +290,7 @@ CHECKS: dict[str, Callable[[Any, Sample], None]] = {
     "grad.second": gradients.second,
     "grad.forward": gradients.forward,
     "view": _view,
+    "vmap": _vmap,
     "error": _error,
 }
 """By mode: raises AssertionError, or whatever the device raises, for a sample that is wrong; NoSample if it says nothing."""

@@ -26,11 +26,18 @@ _PREFIXES = ("nn.functional.", "linalg.", "fft.", "special.")
 
 @functools.cache
 def op_db() -> dict[str, OpInfo]:
-    """torch's op database by full name ("std.unbiased"). The first call imports it, which takes seconds."""
+    """torch's op database by full name ("std.unbiased"). The first call imports it, which takes seconds.
+
+    Raises ModuleNotFoundError if a module that the database imports is not installed.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
-        from torch.testing._internal.common_methods_invocations import op_db as every
+        try:
+            from torch.testing._internal.common_methods_invocations import op_db as every
+        except ModuleNotFoundError as error:
+            error.add_note("torch's op database needs it: pip install 'torchax-core[testing]'")
+            raise
     return {op.full_name: op for op in every}
 
 

@@ -62,9 +62,8 @@ def run_cell(cell: Cell, *, max_samples: int = 8, timeout: float = 60.0, pack: s
             result.status, result.message = "failed", f"{at}: {'' if wrong else type(error).__name__ + ': '}{first}"
             result.detail = rest if wrong else traceback.format_exc()
     if result.status == "failed" and sample is not None:
-        with _time_limit(timeout):
-            result.sample = _arguments(sample)
-            result.definitions = _definitions(op, check, sample)
+        result.sample = _arguments(sample)
+        result.definitions = _definitions(op, check, sample, timeout)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -75,16 +74,19 @@ def _arguments(sample: Sample) -> str:
     return "\n".join([_described(given.input), *map(_described, given.args), *keywords])
 
 
-def _definitions(op: Any, check: Any, sample: Sample) -> list[str]:
+def _definitions(op: Any, check: Any, sample: Sample, timeout: float) -> list[str]:
     """Run the failing sample once more, to see what runs."""
     try:
-        with warnings.catch_warnings(), recorded() as ops:
+        with warnings.catch_warnings(), recorded() as ops, _time_limit(timeout):
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             check(op, sample)
     except (_TimeUp, Exception):  # as it did before
         pass
-    return definitions_of(ops)
+    try:
+        return definitions_of(ops)
+    except Exception as error:  # a broken pack, say: the failure is to be reported all the same
+        return [f"unknown, because of {type(error).__name__}: {error}"]
 
 
 @contextlib.contextmanager
@@ -104,7 +106,8 @@ def _compiles_counted(result: Result) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TimeUp after `seconds`, once Python runs again (a C++ call is not interrupted)."""
+    """Raise _TimeUp after `seconds`, once Python runs again (a C++ call is not interrupted); and again each second after
+    that, since what is raised in a callback (of the garbage collector, say) goes no further."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -113,7 +116,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         raise _TimeUp
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:

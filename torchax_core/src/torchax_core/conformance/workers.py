@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import multiprocessing
@@ -26,6 +25,7 @@ from torchax_core.conformance.running import run_cell
 __all__ = ["Options", "Worker", "WorkerError", "sweep"]
 
 _GRACE = 15.0  # seconds beyond its time that a cell has before its process is ended
+_GUESS = 60.0  # seconds to say which definitions a dead process probably ran
 _MEMORY = 3 << 30  # bytes; compiled programs pile up, and from here on a process is replaced
 
 
@@ -76,8 +76,10 @@ class Worker:
                 result = Result(cell, "crashed", message=f"the process died with exit code {self._exit_code()}")
             self.stop()
             result.seconds = time.perf_counter() - started
-            with contextlib.suppress(EOFError, OSError):  # the result counts, though nobody says who defines the op
-                result.definitions = self._ask(("guess", cell), _GRACE)
+            try:
+                result.definitions = self._ask(("guess", cell), _GUESS)
+            except (EOFError, OSError):  # the result counts, though nobody says who defines the op
+                self.stop()
         else:
             if memory > _MEMORY:
                 self.stop()
@@ -153,6 +155,7 @@ def _serve(pipe: multiprocessing.connection.Connection, options: Options) -> Non
 def _set_up(options: Options) -> None:
     import jax
 
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # CPU torch's, of being slow
     torch.set_num_threads(1)  # samples are small, and there are other processes
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share an accelerator
     if options.quick:
