@@ -6,14 +6,20 @@ import copy
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.map import map as torch_map
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.utils import _pytree as pytree
 
 import torchax_core
 from torchax_core.errors import DataDependentError
+from torchax_core.interop import call_torch
 
 
 @pytest.fixture(autouse=True)
@@ -667,3 +673,90 @@ def test_shapes_that_depend_on_data() -> None:
             compiled(lambda x: x.nonzero() * 2, fullgraph=True)(x.to("jax"))
         with pytest.raises(DataDependentError, match="shape"):
             compiled(lambda x: x.new_zeros(x.argmax().item()), fullgraph=True)(x.to("jax"))
+
+
+def test_compiled_module_inside_a_jax_transformation() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to("jax")
+    run = compiled(model)
+    x = torch.randn(2, 3, device="jax")
+    run(x)
+    ours = jax.grad(lambda a: call_torch(lambda t: run(t).square().sum(), a))(x.jax())
+    leaf = x.clone().requires_grad_()
+    model(leaf).square().sum().backward()
+    torch.testing.assert_close(torchax_core.tensor(ours), leaf.grad)
+
+
+def test_cpu_arguments_that_share_memory_and_are_written() -> None:
+    def f(x, y):
+        x.add_(1)
+        return y * 2
+
+    x = torch.arange(6.0).reshape(2, 3)
+    a = x.clone()
+    wanted = f(x, x[1])
+    torch.testing.assert_close(compiled(f)(a, a[1]), wanted)
+    torch.testing.assert_close(a, x)
+
+
+def test_donated_state_is_kept_where_it_is_needed() -> None:
+    run = compiled(lambda x: x.add_(1).sum())
+    x = torch.zeros(3, device="jax")
+    before = x.jax()
+    run(x)
+    run(x)
+    assert before.sum() == 0
+    close(x, torch.full((3,), 2.0))
+
+
+# -- control flow ------------------------------------------------------------------------------
+
+
+def by_sign(x):
+    return torch.cond(x.sum() > 0, lambda a: (a.sin(),), lambda a: (a.cos() * 2,), (x,))[0]
+
+
+def running_sum(x):
+    return scan(lambda carry, row: (carry + row, carry * row), x[0], x)
+
+
+def each_row(x):
+    return torch_map(lambda row, scale: row.softmax(0) * scale, x, x.sum())
+
+
+def doubled_until_large(x):
+    return while_loop(lambda i, a: a.abs().sum() < 100, lambda i, a: (i + 1, a * 2), (torch.zeros_like(x[0, 0]), x))
+
+
+def gradients(fn, x):
+    x = x.requires_grad_()
+    results = pytree.tree_leaves(fn(x))
+    sum(r.sum() for r in results).backward()
+    return [*(r.detach() for r in results), x.grad]
+
+
+@pytest.mark.parametrize("fn", [by_sign, running_sum, each_row])
+def test_compiled_with_gradients(fn) -> None:
+    run = torch.compile(fn, backend="torchax", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    inputs = [torch.rand(3, 4), -torch.rand(3, 4)]
+    ours = [gradients(run, x.to("jax")) for x in inputs]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # the value decides when it runs
+    for results, x in zip(ours, inputs, strict=True):
+        for result, wanted in zip(results, gradients(fn, x.clone()), strict=True):
+            torch.testing.assert_close(result.cpu(), wanted)
+
+
+def test_compiled_while_loop() -> None:
+    run = torch.compile(doubled_until_large, backend="torchax", fullgraph=True)
+    for scale in (1, 20):
+        x = scale * torch.rand(3, 4)
+        for ours, wanted in zip(run(x.to("jax")), doubled_until_large(x), strict=True):
+            torch.testing.assert_close(ours.cpu(), wanted)
+
+
+def test_random_numbers_in_a_loop_are_refused() -> None:
+    def f(x):
+        return scan(lambda carry, row: (carry + torch.rand_like(row), row.clone()), x[0], x)
+
+    with pytest.raises(Exception, match="draws random numbers"):
+        torch.compile(f, backend="torchax", fullgraph=True)(torch.rand(3, 4, device="jax"))

@@ -262,6 +262,18 @@ def test_a_process_without_torch_runs_the_file(tmp_path, name: str) -> None:
     torch.testing.assert_close(torch.from_numpy(np.load(paths[2])), model(x).detach())
 
 
+class BySign(nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda a: (a.sin(),), lambda a: (a.cos() * 2,), (x,))[0]
+
+
+def test_cond_is_decided_when_it_runs() -> None:
+    weights, forward = exported_program_to_jax(export(BySign(), (torch.rand(3),)))
+    run = jax.jit(forward)
+    for x in (torch.rand(3), -torch.rand(3)):
+        close(run(weights, (array(x),)), BySign()(x))
+
+
 # -- the command ---------------------------------------------------------------------------------
 
 FACTORIES = textwrap.dedent(

@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchax_core import functions, log
 from torchax_core.config import Config
-from torchax_core.control_flow import SUPPORTED
 from torchax_core.convert import is_traced, torch_from_array
 from torchax_core.cpu_arrays import CpuArgument, shares_memory
 from torchax_core.dtypes import torch_dtype
@@ -100,6 +99,8 @@ class CompiledGraph:
         self._made: collections.OrderedDict[Any, tuple[Callable[..., Any], list[int]]] = collections.OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
+        if active.trace is not None or any(isinstance(a, Tensor) and is_traced(a._store.array) for a in args):
+            return self.graph(*args)  # part of the program, or of the jax transformation, that is being traced
         environment = current_env()
         key = (
             environment,
@@ -205,10 +206,11 @@ def _onto_device(graph: torch.fx.GraphModule) -> None:
         if not isinstance(module, torch.fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in SUPPORTED:
+            func = node.target
+            if isinstance(func, torch._ops.HigherOrderOperator) and Tensor not in func.python_key_table:
                 raise OperatorNotFound(
-                    f"torch.compile: the function uses {node.target}, which does not run on device 'jax'; of its kind, "
-                    f"{', '.join(map(str, SUPPORTED))} do. Write it with one of these, or leave it out of the compiled function."
+                    f"torch.compile: the function uses {func}, which does not run on device 'jax'; of its kind, cond, "
+                    "while_loop, scan and map do. Write it with one of these, or leave it out of the compiled function."
                 )
             node.args = torch.fx.node.map_aggregate(node.args, _device_of_constant)
             node.kwargs = torch.fx.node.map_aggregate(node.kwargs, _device_of_constant)
@@ -323,33 +325,21 @@ class _Program:
                 continue
             array = a._array()
             # 3: the storage's reference, the local one, getrefcount's argument; any more, and it is needed elsewhere
-            if place in self.donated and not is_traced(array) and sys.getrefcount(array) > 3:
+            if place in self.donated and sys.getrefcount(array) > 3:
                 array = jnp.copy(array)
             arrays.append(array)
         return arrays
 
-    def _random(self) -> tuple[Any, Any]:
-        """Key and count for the draws of one run, which are counted as made."""
-        random, trace = self.environment.random, active.trace
-        if trace is not None and self.draws:
-            arguments = trace.random_arguments(random)
-            trace.draws += self.draws - 1
-            return arguments
-        count = random.count
-        random.count += self.draws
-        return random.key, np.uint32(count & 0xFFFF_FFFF)
-
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run on these inputs."""
-        trace = active.trace
-        if trace is not None:
-            trace.lift_all(inputs)
-        arrays = self._arrays(inputs)
+        random = self.environment.random
+        arrays = [random.key, np.uint32(random.count & 0xFFFF_FFFF), *self._arrays(inputs)]
         arrays += [read() for read in self.captured]
         with jax.enable_x64(True):
-            outputs = self.compiled(*self._random(), *arrays)
+            outputs = self.compiled(*arrays)
         del arrays  # what was donated is gone
-        if self.on_cpu and shares_memory() and trace is None:
+        random.count += self.draws
+        if self.on_cpu and shares_memory():
             jax.block_until_ready(outputs)  # torch code may write to the memory that it reads
         for place, at in self.writes:
             a = inputs[place]
@@ -358,10 +348,7 @@ class _Program:
             else:
                 a.copy_(torch_from_array(outputs[at]))
         bases: dict[int, torch.Tensor] = {}
-        results = [result.value(inputs, outputs, bases) for result in self.results]
-        if trace is not None:
-            trace.note(results)
-        return results
+        return [result.value(inputs, outputs, bases) for result in self.results]
 
 
 def _run(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:

@@ -26,13 +26,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from torchax_core.control_flow import SUPPORTED
 from torchax_core.convert import array_from_torch
 from torchax_core.dtypes import jax_dtype
 from torchax_core.environment import current_env
 from torchax_core.errors import ConversionError, OperatorNotFound
 from torchax_core.kernel import DirectKernel
 from torchax_core.overrides import DecliningKernel
+from torchax_core.purity import PureTrace
 from torchax_core.registry import is_composite
 from torchax_core.shape_poly import is_symbolic, run_symbolic, runs_symbolic
 from torchax_core.tensor import DEVICE, Tensor, active, wrap_array
@@ -267,11 +267,12 @@ def _plain(result: Any) -> Any:
     return result
 
 
-class _Draws:
-    """What kernels find in the place of a trace: random numbers come from a key that was given; nothing is lifted, since
-    all that the program meets are its arguments."""
+class _Draws(PureTrace):
+    """The trace while a program runs: random numbers come from the key that was given; nothing is remembered, since all
+    that the program meets are its arguments."""
 
     def __init__(self, key: Any) -> None:
+        super().__init__(None)
         self.key = key
         self.draws = 0
 
@@ -281,10 +282,11 @@ class _Draws:
         self.draws += 1
         return self.key, np.uint32(count)
 
-    def lift(self, tensor: Any) -> None:
+    def lift(self, tensor: Tensor) -> None:
         """Nothing to do."""
 
-    lift_all = note = lift
+    def note(self, result: Any) -> None:
+        """Nothing to do."""
 
 
 class _Interpreter:
@@ -323,9 +325,9 @@ class _Interpreter:
         if not isinstance(func, torch._ops.OpOverload):
             if not isinstance(func, torch._ops.HigherOrderOperator):
                 return func(*args, **kwargs)
-            if func not in SUPPORTED:
+            if Tensor not in func.python_key_table:
                 raise OperatorNotFound(
-                    f"the exported program holds {func}, which has no counterpart here; {', '.join(map(str, SUPPORTED))} have. "
+                    f"the exported program holds {func}, which has no counterpart here; cond, while_loop, scan and map have. "
                     "Export a program without it."
                 )
             if any(is_symbolic(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
