@@ -85,3 +85,26 @@ def test_out_on_memory_that_is_read_is_refused_where_torch_does(write):
 def test_out_on_memory_that_is_read_elsewhere_or_in_place():
     assert_matches_torch(lambda x: torch.exp(x[:3], out=x[3:]), torch.arange(6.0))
     assert_matches_torch(lambda x: torch.add(x, 1, out=x), torch.arange(6.0))
+
+
+def test_results_of_ops_without_meta_kernels_resize_outs() -> None:
+    a, b = sample((4, 3), torch.float64), sample((4, 2), torch.float64, seed=1)
+    assert_matches_torch(torch.geqrf, a, forms=["out"])
+    outs = [out(0, dtype=d) for d in (torch.float64, torch.float64, torch.int64, torch.float64)]
+    found = torch.linalg.lstsq(a.to("jax"), b.to("jax"), out=tuple(outs))
+    torch.testing.assert_close(found.solution.cpu(), torch.linalg.lstsq(a, b).solution)
+    assert found.solution is outs[0]
+    factors = torch.lu(a.to("jax"), out=(out(0, dtype=torch.float64), out(0, dtype=torch.int32)))
+    torch.testing.assert_close(factors[0].cpu(), torch.lu(a)[0])
+
+
+def test_out_that_is_an_input_too_and_would_be_resized():
+    def write(x):
+        empty = x[:0].clone()
+        return torch.cat([empty, x], out=empty)
+
+    assert_same_error(write, torch.arange(6.0), wording=True)
+
+
+def test_dtypes_of_out_are_checked_where_zeros_are_no_input():
+    assert_same_error(lambda x: torch.multinomial(x, 2, out=torch.zeros_like(x)), torch.ones(2, 3), wording=True)

@@ -171,6 +171,12 @@ def resize_(self: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
     return self
 
 
+@_plain("aten::resize_as_")
+def resize_as_(self: Tensor, the_template: torch.Tensor, *, memory_format: Any = None) -> Tensor:
+    """Change the size to that of `the_template`."""
+    return resize_(self, the_template.shape, memory_format=memory_format)
+
+
 @_plain("aten::set_.source_Tensor")
 def set_tensor(self: Tensor, source: torch.Tensor) -> Tensor:
     """`self` becomes another name for `source`'s storage."""

@@ -351,7 +351,8 @@ class LoweringKernel:
         call = self._body_call(bound, metas, draws)
         body = self._guarded(call, avals)
         if avals is None:
-            avals = self._avals_by_tracing(body, [*arrays, jax.random.key(0), np.uint32(0)] if draws else arrays)
+            traced = [*arrays, jax.random.key(0), np.uint32(0)] if draws else arrays
+            avals = self._avals_by_tracing(body, traced, metas)
             body = self._guarded(call, avals)
         tensors = [m.dtype for m in leaves_of(list(metas.values())) if isinstance(m, torch.Tensor)]
         results = [a.dtype for a in _flat_avals(avals) if a is not None]
@@ -415,7 +416,7 @@ class LoweringKernel:
         _, dtype = elementwise_dtypes(*self._promoting(metas, tuple(metas)), type_promotion_kind=promote.kind)
         return Aval.contiguous(largest, dtype)
 
-    def _avals_by_tracing(self, body: Callable[..., Any], arrays: list[Any]) -> list[Any]:
+    def _avals_by_tracing(self, body: Callable[..., Any], arrays: list[Any], metas: dict[str, Any]) -> list[Any]:
         shapes = iter(jax.eval_shape(body, *arrays))
         groups: list[Any] = []
         returns = (self.variant.twin._schema if self.variant is not None else self.schema).returns

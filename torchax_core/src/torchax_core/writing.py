@@ -137,7 +137,7 @@ class WritingKernel(LoweringKernel):
                 variant.twin, variant.twin._schema.arguments, {n: v for n, v in metas.items() if n in twin_names}
             )
             if again is NO_META:
-                if variant.fresh:
+                if variant.fresh or variant.outs:
                     return None
             else:
                 # torch's own meta of a decomposed in-place op may let a float result into an int target (an out= form has
@@ -151,6 +151,19 @@ class WritingKernel(LoweringKernel):
                 raise LoweringMismatchError(f"{self.name} changed the shape of `{name}`, which an in-place op cannot.")
             written.append(aval_of_meta(metas.get(name)))
         return [*fresh, *written]
+
+    def _avals_by_tracing(self, body: Callable[..., Any], arrays: list[Any], metas: dict[str, Any]) -> list[Any]:
+        """What is written keeps its dtype, and its strides if its shape stays."""
+        variant = self.variant
+        assert variant is not None
+        avals = super()._avals_by_tracing(body, arrays, metas)
+        for at, name in enumerate(variant.written, variant.fresh):
+            target, aval = metas.get(name), avals[at]
+            if isinstance(target, torch.Tensor) and isinstance(aval, Aval):
+                self._check_castable_to(aval.dtype, target.dtype)
+                same = tuple(target.shape) == aval.shape
+                avals[at] = aval_of_meta(target) if same else Aval.contiguous(aval.shape, target.dtype)
+        return avals
 
     def _narrow_target(self, metas: dict[str, Any]) -> bool:
         """Whether a written argument has a dtype that a float result cannot be cast to."""
@@ -186,11 +199,14 @@ class WritingKernel(LoweringKernel):
         for name, value in zip(self.variant.written, values, strict=True):  # type: ignore[union-attr]
             target = metas.get(name)
             if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
-                if not torch.can_cast(value.dtype, target.dtype):
-                    raise RuntimeError(
-                        f"result type {type_name(value.dtype)} can't be cast to the desired output type "
-                        f"{type_name(target.dtype)}"
-                    )
+                self._check_castable_to(value.dtype, target.dtype)
+
+    @staticmethod
+    def _check_castable_to(result: torch.dtype, target: torch.dtype) -> None:
+        if not torch.can_cast(result, target):
+            raise RuntimeError(
+                f"result type {type_name(result)} can't be cast to the desired output type {type_name(target)}"
+            )
 
     def _checked(self, results: list[Any], avals: list[Aval | None]) -> list[Any]:
         # an in-place op whose twin broadcasts (fill_, copy_) may give a smaller result than what it writes to
