@@ -100,3 +100,11 @@ def test_errors_are_torchs():
     x, w, _ = operands(2, 3, 4)
     assert_same_error(F.conv2d, x[:, :2], w)
     assert_same_error(F.conv2d, x[:, :, :1], w)
+
+
+@pytest.mark.parametrize(
+    "options", [{"padding": (-1, 0, 0)}, {"dilation": -1}, {"stride": 0}], ids=["padding", "dilation", "stride"]
+)
+def test_settings_out_of_range(options):
+    x, w = sample((1, 1, 5, 5, 5), torch.float32), sample((1, 1, 2, 2, 2), torch.float32)
+    assert_same_error(torch.conv3d, x, w, wording=True, **options)

@@ -94,6 +94,7 @@ def test_eig(dtype):
 def test_polar_and_square_root(dtype):
     assert_matches_torch(torch.linalg.polar, matrix(2, 4, 3, dtype=dtype), atol=1e-8, rtol=1e-8, grad=True)
     assert_matches_torch(torch.linalg.matrix_sqrth, positive(2, 3, 3, dtype=dtype), grad=True)
+    assert_matches_torch(torch.linalg.matrix_sqrth, hermitian(2, 3, 3, dtype=dtype))  # with negative eigenvalues
 
 
 # -- QR ----------------------------------------------------------------------------------------------------------------

@@ -68,6 +68,16 @@ def _conv(
     )
 
 
+def _check(
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int]
+) -> None:
+    """torch's checks of its parameters, in its words; its meta kernel makes them for some numbers of dims only."""
+    torch._check(min(padding, default=0) >= 0, lambda: "negative padding is not supported")
+    torch._check(min(output_padding, default=0) >= 0, lambda: "negative output_padding is not supported")
+    torch._check(min(stride, default=1) > 0, lambda: "non-positive stride is not supported")
+    torch._check(min(dilation, default=1) > 0, lambda: "dilation should be greater than zero")
+
+
 @ops.lowering("aten::convolution")
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     """Cross-correlation of `input` with `weight`, or, `transposed`, the gradient of one.
@@ -77,6 +87,7 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
     bias:    (c_out,) or None.
     returns: (n, c_out, *spatial_out).
     """
+    _check(stride, padding, dilation, output_padding)
     batched = input if input.ndim == weight.ndim else input[None]
     out = _conv(batched, weight, stride, padding, dilation, transposed, output_padding, groups)
     if bias is not None:

@@ -122,9 +122,13 @@ def linalg_polar(A):
 
 @ops.lowering("aten::linalg_matrix_sqrth")
 def linalg_matrix_sqrth(self):
-    """The positive-definite X with `X @ X = self`, for a Hermitian (..., n, n) of which the lower triangle is read."""
+    """The positive-definite X with `X @ X = self`, for a Hermitian (..., n, n) of which the lower triangle is read.
+
+    Negative eigenvalues count as 0, as in torch.
+    """
     vectors, values = lax.linalg.eigh(self, symmetrize_input=False)
-    return _product(vectors * jnp.sqrt(values)[..., None, :].astype(self.dtype), _adjoint(vectors))
+    roots = jnp.sqrt(jnp.maximum(values, 0))
+    return _product(vectors * roots[..., None, :].astype(self.dtype), _adjoint(vectors))
 
 
 # -- QR and Householder reflectors -------------------------------------------------------------------------------------
@@ -554,6 +558,8 @@ def linalg_lstsq(self, b, rcond=None, *, driver=None):
              that the driver does not compute are (0,). With "gelsd" and "gelss" residuals come at any rank: torch
              leaves them out below full rank, a shape that depends on the data.
     """
+    torch._check(self.ndim >= 2, lambda: "torch.linalg.lstsq: input must have at least 2 dimensions.")
+    torch._check(b.ndim >= 1, lambda: "torch.linalg.lstsq: other must have at least 1 dimension.")
     driver = driver or "gelsy"
     m, n = self.shape[-2:]
     vectors = b.ndim == 1 or (self.ndim - 1 == b.ndim and b.shape == self.shape[:-1])
