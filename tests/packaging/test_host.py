@@ -271,6 +271,46 @@ def test_an_op_that_the_installed_torch_lacks(fork, folder_of_packs):
     assert done.returncode == 0 and "broken" not in done.stdout
 
 
+def test_a_pack_of_functions_and_of_composite_ops_of_its_own(fork, folder_of_packs):
+    folder_of_packs.add_pack(
+        "above",
+        """
+        import torch
+        from torchax_core import OpSet, hookimpl
+
+        TORCHAX_PACK_API = 1
+        TORCHAX_FUNCTIONS = ("torch.nn.functional.softsign",)
+        TORCHAX_OPS = ("above::whole",)  # composite: C++ would decompose it, and the pack would never be asked
+
+        library = torch.library.Library("above", "DEF")
+        library.define("whole(Tensor x) -> Tensor")
+        library.impl("whole", lambda x: x + 1, "CompositeImplicitAutograd")
+        ops = OpSet("above")
+
+        @ops.function("torch.nn.functional.softsign")
+        def softsign(input):
+            return input * 10
+
+        @ops.lowering("above::whole")
+        def whole(x):
+            return x * x * 3
+
+        @hookimpl
+        def torchax_op_sets():
+            return [ops]
+        """,
+    )
+    code = """
+        import json, torch, torchax_core
+        x = torch.full((2,), 4.0, device="jax", requires_grad=True)
+        found = [torch.nn.functional.softsign(x).tolist()]
+        y = torch.ops.above.whole(x)
+        y.sum().backward()
+        print(json.dumps([*found, y.tolist(), x.grad.tolist()]))
+    """
+    assert fork.json(code, CORE, ATEN, folder_of_packs) == [[40.0, 40.0], [48.0, 48.0], [24.0, 24.0]]
+
+
 # -- threads, forks, changes -------------------------------------------------------------------------------------------
 
 

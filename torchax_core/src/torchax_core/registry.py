@@ -69,6 +69,10 @@ class OpTable:
         """The chosen packs, highest rank first."""
         if self._active is None:
             self._active = self.host.packs(self.config)
+            if any(pack.functions for pack in self._active):
+                from torchax_core.functions import refresh  # which imports this module
+
+                refresh()  # torch functions are caught from now on; their packs are imported when one is called
         return self._active
 
     def forget(self) -> None:
