@@ -1,85 +1,101 @@
-"""torch.cond, while_loop, scan and map on device "jax": in compiled functions, with gradients, and in exported programs."""
+"""torch.cond, while_loop, scan and map: as on the CPU, eager and jitted, with gradients."""
 
 from __future__ import annotations
 
-import jax
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops.map import map as torch_map
-from torch._higher_order_ops.scan import scan
-from torch._higher_order_ops.while_loop import while_loop
-from torch.utils import _pytree as pytree
+from torch.testing import assert_close
 
 import torchax_core
-import torchax_core.control_flow
-from torchax_core.export import exported_program_to_jax
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+def _sine_or_cosine(x: torch.Tensor) -> Any:
+    return torch.cond(x.sum() > 1, lambda x: x.sin() * 2, lambda x: x.cos(), (x,))
 
 
-def by_sign(x):
-    return torch.cond(x.sum() > 0, lambda a: (a.sin(),), lambda a: (a.cos() * 2,), (x,))[0]
+def _two_results(x: torch.Tensor) -> Any:
+    return torch.cond(x.sum() > 1, lambda x: (x + 1, x.sum()), lambda x: (x - 1, x.prod()), (x,))
 
 
-def running_sum(x):
-    return scan(lambda carry, row: (carry + row, carry * row), x[0], x)
+def _doubled_until_large(x: torch.Tensor) -> Any:
+    start = torch.zeros((), dtype=torch.int64, device=x.device)
+    return while_loop(lambda i, x: (i < 10) & (x.sum() < 100), lambda i, x: (i + 1, x * 2), (start, x))
 
 
-def each_row(x):
-    return torch_map(lambda row, scale: row.softmax(0) * scale, x, x.sum())
+def _running_sum(x: torch.Tensor) -> Any:
+    return scan(lambda carry, row: (carry + row, carry * row), torch.zeros_like(x[0]), x)
 
 
-def doubled_until_large(x):
-    return while_loop(lambda i, a: a.abs().sum() < 100, lambda i, a: (i + 1, a * 2), (torch.zeros_like(x[0, 0]), x))
+def _product_so_far(x: torch.Tensor) -> Any:
+    return associative_scan(lambda a, b: a * b, x, dim=0, combine_mode="generic")
 
 
-def gradients(fn, x):
-    x = x.requires_grad_()
-    results = pytree.tree_leaves(fn(x))
-    sum(r.sum() for r in results).backward()
-    return [*(r.detach() for r in results), x.grad]
+def _rows(x: torch.Tensor) -> Any:
+    return torch_map(lambda row: row.softmax(0) * row.sum(), x)
 
 
-@pytest.mark.parametrize("fn", [by_sign, running_sum, each_row])
-def test_compiled_with_gradients(fn) -> None:
-    run = torch.compile(fn, backend="torchax", fullgraph=True)
-    torch._dynamo.utils.counters.clear()
-    inputs = [torch.rand(3, 4), -torch.rand(3, 4)]
-    ours = [gradients(run, x.to("jax")) for x in inputs]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # the value decides when it runs
-    for results, x in zip(ours, inputs, strict=True):
-        for result, wanted in zip(results, gradients(fn, x.clone()), strict=True):
-            torch.testing.assert_close(result.cpu(), wanted)
+PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "cond": _sine_or_cosine,
+    "cond, two results": _two_results,
+    "while_loop": _doubled_until_large,
+    "scan": _running_sum,
+    "associative_scan": _product_so_far,
+    "map": _rows,
+}
 
 
-def test_compiled_while_loop() -> None:
-    run = torch.compile(doubled_until_large, backend="torchax", fullgraph=True)
-    for scale in (1, 20):
-        x = scale * torch.rand(3, 4)
-        for ours, wanted in zip(run(x.to("jax")), doubled_until_large(x), strict=True):
-            torch.testing.assert_close(ours.cpu(), wanted)
+def _sample(sign: float) -> torch.Tensor:
+    return sign * torch.linspace(0.5, 1.5, 12, dtype=torch.float64).reshape(4, 3)
 
 
-def test_random_numbers_in_a_loop_are_refused() -> None:
-    def f(x):
-        return scan(lambda carry, row: (carry + torch.rand_like(row), row.clone()), x[0], x)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_on_the_cpu(name: str, sign: float) -> None:
+    program, x = PROGRAMS[name], _sample(sign)
+    with torch.no_grad():
+        want = program(x)
+        got = program(x.to("jax"))
+        step = torchax_core.jit(program)
+        jitted = step(x.to("jax"))
+        step((-x).to("jax"))  # the other branch, the same program
+    assert_close(torch.utils._pytree.tree_map(lambda t: t.cpu(), got), want, rtol=1e-12, atol=0)
+    assert_close(torch.utils._pytree.tree_map(lambda t: t.cpu(), jitted), want, rtol=1e-12, atol=0)
+    assert len(step.compilations) == 1
 
-    with pytest.raises(Exception, match="draws random numbers"):
-        torch.compile(f, backend="torchax", fullgraph=True)(torch.rand(3, 4, device="jax"))
+
+@pytest.mark.parametrize("name", ["cond", "scan", "map", "associative_scan"])
+def test_gradients(name: str) -> None:
+    def gradient(x: torch.Tensor, run: Callable[..., Any] = PROGRAMS[name]) -> torch.Tensor:
+        x = x.requires_grad_()
+        loss = sum((t * t).sum() for t in torch.utils._pytree.tree_leaves(run(x)))
+        return torch.autograd.grad(loss, x)[0]
+
+    want = gradient(_sample(1))
+    assert_close(gradient(_sample(1).to("jax")).cpu(), want, rtol=1e-10, atol=0)
+    jitted = torchax_core.jit(lambda x: gradient(x))
+    assert_close(jitted(_sample(1).to("jax")).cpu(), want, rtol=1e-10, atol=0)
 
 
-def test_exported_cond() -> None:
-    class BySign(torch.nn.Module):
-        def forward(self, x):
-            return by_sign(x)
+def test_a_long_scan_is_compiled_once() -> None:
+    x = torch.ones(4096, 2, device="jax")
+    with torch.no_grad():
+        carry, before = _running_sum(x)
+    assert carry.tolist() == [4096, 4096] and before.shape == (4096, 2)
 
-    weights, forward = exported_program_to_jax(torch.export.export(BySign(), (torch.rand(3),)))
-    run = jax.jit(forward)
-    for x in (torch.rand(3), -torch.rand(3)):
-        ours = run(weights, (torchax_core.convert.array_from_torch(x),))
-        torch.testing.assert_close(torchax_core.convert.torch_from_array(ours), by_sign(x))
+
+def test_a_branch_may_use_a_weight_it_was_not_given() -> None:
+    weight = torch.full((3,), 2.0, device="jax", requires_grad=True)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x * weight, lambda x: x - weight, (x,)).sum()
+
+    for run in (loss, torchax_core.jit(loss)):
+        gradient = torch.autograd.grad(run(torch.ones(3, device="jax")), weight)[0]
+        assert gradient.tolist() == [1, 1, 1]
+        gradient = torch.autograd.grad(run(-torch.ones(3, device="jax")), weight)[0]
+        assert gradient.tolist() == [-1, -1, -1]

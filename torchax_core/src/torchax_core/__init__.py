@@ -7,6 +7,7 @@ x = torch.randn(3, 4, device="jax")
 from torchax_core import errors
 from torchax_core.checkpoint import load_checkpoint, save_checkpoint
 from torchax_core.config import Config
+from torchax_core.control_flow import register as _register_control_flow
 from torchax_core.device import register as _register
 from torchax_core.environment import Environment, Override, current_env, default_env, override_op_definition
 from torchax_core.hookspecs import hookimpl
@@ -72,3 +73,4 @@ __all__ = [
 ]
 
 _register()
+_register_control_flow()

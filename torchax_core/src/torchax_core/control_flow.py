@@ -1,8 +1,10 @@
-"""torch's higher-order ops on device "jax": torch.cond, while_loop, scan and map, as JAX's.
+"""torch's control flow operators on device "jax": `torch.cond`, `while_loop`, `scan`, `map`, as JAX's own.
 
-Where the predicate or the loop is concrete, the code simply runs; inside a trace, it becomes `lax.cond`, `lax.while_loop` or
-`lax.scan`. torch's own autograd rules for these ops apply, so gradients come as torch defines them.
-Source: https://docs.pytorch.org/docs/stable/cond.html
+torch captures the branches and bodies as graphs whose inputs are all given, and derives gradients; what is left is to run
+a graph as part of a jax loop or branch. Eagerly a condition's value is known, so the branch runs as ordinary code; loops
+over steps are compiled, once per graph.
+
+Source: https://docs.pytorch.org/docs/stable/cond.html, https://docs.jax.dev/en/latest/jax.lax.html#control-flow-operators
 """
 
 from __future__ import annotations
@@ -11,119 +13,143 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch._higher_order_ops.cond import cond_op
-from torch._higher_order_ops.map import map_impl
-from torch._higher_order_ops.scan import scan_op
-from torch._higher_order_ops.while_loop import while_loop_op
+from torch._higher_order_ops.map import map_dense, map_impl
+from torch._higher_order_ops.scan import scan_op, scan_op_dense
+from torch._higher_order_ops.while_loop import while_loop_dense, while_loop_op
+from torch.utils import _pytree as pytree
 
-from torchax_core.convert import array_from_torch, is_traced
-from torchax_core.dtypes import torch_dtype
-from torchax_core.errors import DataDependentError
-from torchax_core.tensor import Aval, Tensor, active, make_tensor
+from torchax_core.bridge import call_jax, jax_view
+from torchax_core.convert import is_traced
+from torchax_core.tensor import Tensor, active, resolve_active
 from torchax_core.view import View
 
-__all__ = ["SUPPORTED"]
+__all__ = ["register"]
 
-SUPPORTED = (cond_op, while_loop_op, scan_op, map_impl)
-"""The higher-order ops that run on device "jax"."""
-
-
-def _arrays(values: Sequence[Any]) -> list[Any]:
-    """The arrays of tensors; numbers as they are."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if active.trace is not None:
-                active.trace.lift(value)
-            found.append(value._array())
-        else:
-            found.append(array_from_torch(value) if isinstance(value, torch.Tensor) else value)
-    return found
+Code = Callable[..., Any]
 
 
-def _tensors(arrays: Sequence[Any]) -> list[Any]:
-    """Tensors around arrays, known to the trace under way."""
-    made = [
-        make_tensor(a, Aval.contiguous(a.shape, torch_dtype(a.dtype))) if hasattr(a, "dtype") else a for a in arrays
-    ]
-    if active.trace is not None:
-        active.trace.note(made)
-    return made
+def register() -> None:
+    """Give torch's control flow operators rules for our tensors."""
+    for kind in (Tensor, View):
+        for operator, rule in ((cond_op, _cond), (while_loop_op, _while_loop), (scan_op, _scan), (map_impl, _map)):
+            operator.py_impl(kind)(rule)
+    for operator, rule in ((cond_op, _cond), (scan_op, _scan), (map_impl, _map)):
+        _differentiate_in_traces(operator, rule)
 
 
-def _flat(result: Any) -> list[Any]:
-    return list(result) if isinstance(result, (list, tuple)) else [result]
+def _differentiate_in_traces(operator: Any, rule: Code) -> None:
+    """Inside a trace gradients come from jax.vjp: torch's, which capture a graph of the backward first, need tensors that
+    have values. (A while_loop has no reverse mode in JAX.)"""
+    captured = operator.py_kernels.pop(torch._C.DispatchKey.Autograd)
+
+    def differentiable(*args: Any, **kwargs: Any) -> Any:
+        return (rule if active.trace is not None and _ours(args) else captured)(*args, **kwargs)
+
+    operator.py_autograd_impl(differentiable)
 
 
-def _on_arrays(function: Callable[..., Any], *, draws: str = "") -> Callable[..., tuple[Any, ...]]:
-    """A function of tensors as one of arrays. With `draws`, the name of a loop: random numbers in it are refused, since
-    every turn would draw the same."""
-
-    def run(*arrays: Any) -> tuple[Any, ...]:
-        before = getattr(active.trace, "draws", 0)
-        with torch.no_grad():
-            results = tuple(_arrays(_flat(function(*_tensors(arrays)))))
-        if draws and getattr(active.trace, "draws", 0) != before:
-            raise DataDependentError(
-                f"{draws}: its body draws random numbers, which would be the same at every turn. Draw them before, and pass them "
-                "in as a tensor."
-            )
-        return results
-
-    return run
+def _ours(args: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(args))
 
 
-def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Sequence[Any]) -> Any:
-    (choice,) = _arrays([pred])
-    if not is_traced(choice):
-        return tuple(_flat((true_fn if bool(choice) else false_fn)(*operands)))
-    with jax.enable_x64(True):
-        results = jax.lax.cond(choice.reshape(()), _on_arrays(true_fn), _on_arrays(false_fn), *_arrays(operands))
-    return tuple(_tensors(results))
+def _cond(pred: Any, true_fn: Code, false_fn: Code, operands: Sequence[Any]) -> Any:
+    if not _traced([pred]):
+        return true_fn(*operands) if pred else false_fn(*operands)
+
+    def cond(pred: Any, *operands: Any) -> Any:
+        with jax.enable_x64(True):
+            return jax.lax.cond(pred, jax_view(true_fn), jax_view(false_fn), *map(jnp.asarray, operands))
+
+    return call_jax(cond, pred, *operands)
 
 
 def _while_loop(
-    cond_fn: Any, body_fn: Any, carried: Sequence[Any], additional: Sequence[Any], *_: Any, **__: Any
+    cond_fn: Code,
+    body_fn: Code,
+    carried_inputs: Sequence[Any],
+    additional_inputs: Sequence[Any],
+    mutated_arg_indices: str = "",
 ) -> Any:
-    state, rest = _arrays(carried), _arrays(additional)
-    if not any(is_traced(a) for a in (*state, *rest)):
-        values = tuple(carried)
-        while bool(cond_fn(*values, *additional)):
-            values = tuple(_flat(body_fn(*values, *additional)))
-        return values
-    going, body = _on_arrays(cond_fn, draws="while_loop"), _on_arrays(body_fn, draws="while_loop")
-    with jax.enable_x64(True):
-        results = jax.lax.while_loop(
-            lambda values: going(*values, *rest)[0].reshape(()), lambda values: body(*values, *rest), tuple(state)
-        )
-    return tuple(_tensors(results))
+    if not _traced([*carried_inputs, *additional_inputs]) and not all(isinstance(c, Tensor) for c in carried_inputs):
+        return while_loop_dense(cond_fn, body_fn, carried_inputs, additional_inputs)  # counts with Python's numbers
+    condition, body, count = _arrays(cond_fn), _arrays(body_fn), len(carried_inputs)
+
+    def loop(*values: Any) -> Any:
+        with jax.enable_x64(True):
+            start, rest = tuple(map(jnp.asarray, values[:count])), values[count:]
+            return jax.lax.while_loop(
+                lambda carry: condition(*carry, *rest)[0], lambda carry: body(*carry, *rest), start
+            )
+
+    return _run(body_fn, "while_loop", loop, [*carried_inputs, *additional_inputs])
 
 
 def _scan(
-    combine_fn: Any, init: Sequence[Any], xs: Sequence[Any], additional: Sequence[Any], *_: Any, **__: Any
+    combine_fn: Code,
+    init: Sequence[Any],
+    xs: Sequence[Any],
+    additional_inputs: Sequence[Any],
+    mutated_arg_indices: str = "",
 ) -> Any:
-    rest = _arrays(additional)
-    count = len(init)
-    body = _on_arrays(combine_fn, draws="scan")
+    if not xs or not xs[0].shape[0]:
+        return scan_op_dense(combine_fn, init, xs, additional_inputs)
+    body, carried, scanned = _arrays(combine_fn), len(init), len(xs)
 
-    def step(carry: Any, slices: Any) -> Any:
-        results = body(*carry, *slices, *rest)
-        return results[:count], results[count:]
+    def scan(*values: Any) -> Any:
+        carry, steps, rest = values[:carried], values[carried : carried + scanned], values[carried + scanned :]
 
-    with jax.enable_x64(True):
-        carry, stacked = jax.lax.scan(step, tuple(_arrays(init)), tuple(_arrays(xs)))
-    return _tensors([*carry, *stacked])
+        def step(carry: Any, slices: Any) -> Any:
+            results = body(*carry, *slices, *rest)
+            return results[:carried], results[carried:]
 
+        with jax.enable_x64(True):
+            carry, ys = jax.lax.scan(step, carry, steps)
+        return (*carry, *ys)
 
-def _map(f: Any, xs: Sequence[Any], pos_args: Sequence[Any], *_: Any, **__: Any) -> Any:
-    rest = _arrays(pos_args)
-    body = _on_arrays(f, draws="map")
-    with jax.enable_x64(True):
-        stacked = jax.lax.map(lambda slices: body(*slices, *rest), tuple(_arrays(xs)))
-    return _tensors(stacked)
+    return _run(combine_fn, "scan", scan, [*init, *xs, *additional_inputs])
 
 
-for _op, _implementation in zip(SUPPORTED, (_cond, _while_loop, _scan, _map), strict=True):
-    for _class in (Tensor, View):
-        _op.py_impl(_class)(_implementation)
+def _map(f: Code, xs: Sequence[Any], pos_args: Sequence[Any], mutated_arg_indices: str = "") -> Any:
+    if not xs or not xs[0].shape[0]:
+        return map_dense(f, xs, pos_args)
+    body, mapped = jax_view(f), len(xs)
+
+    def run(*values: Any) -> Any:
+        with jax.enable_x64(True):
+            return jax.lax.map(lambda slices: body(*slices, *values[mapped:]), values[:mapped])
+
+    return _run(f, "map", run, [*xs, *pos_args])
+
+
+def _arrays(code: Code) -> Code:
+    """Torch code as a function of arrays to a tuple of arrays: torch wants a list or a tuple, jax the same one each time."""
+
+    def flat(*values: Any) -> Any:
+        results = code(*values)
+        return tuple(results) if isinstance(results, (list, tuple)) else (results,)
+
+    return jax_view(flat)  # type: ignore[no-any-return]
+
+
+def _run(code: Code, kind: str, function: Code, values: Sequence[Any]) -> Any:
+    """`function` on Tensors: as it is inside a trace, else compiled, and kept with `code`, the graph it is made of."""
+    if _traced(values):
+        return call_jax(function, *values)
+    if active.environment is None:
+        resolve_active()
+    environment = active.environment
+    kept = code.__dict__.setdefault("_torchax_programs", {})
+    numbers = tuple(i for i, value in enumerate(values) if not isinstance(value, torch.Tensor))
+    key = (kind, environment, environment.version, len(values), numbers)
+    if key not in kept:
+        kept[key] = jax.jit(function, static_argnums=numbers)
+    return call_jax(kept[key], *values)
+
+
+def _traced(values: Sequence[Any]) -> bool:
+    if active.trace is not None:
+        return True
+    return any(isinstance(value, Tensor) and is_traced(value._array()) for value in values)

@@ -6,6 +6,7 @@ Look-up order: overrides > the core's own device ops > packs by rank > torch's d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -136,6 +137,10 @@ class OpTable:
         if view is not None:
             yield Source("core", "the target becomes the view", via=op_name(view)), None
             return
+        viewing = view_of_copy(func)
+        found = self.definition(op_name(viewing)) if viewing is not None else None
+        if isinstance(found, ViewDefinition):
+            yield Source("pack", str(found.origin), _copying(name, found), via=op_name(viewing)), None
         variant = variant_of(func) if func._schema.is_mutable else None
         if variant is not None:
             twin = op_name(variant.twin)
@@ -240,6 +245,27 @@ def inplace_view_of(func: Any) -> Any:
         if aliases and aliases[0] is not None and [(a.name, str(a.type)) for a in view._schema.arguments] == wanted:
             return view
     return None
+
+
+def view_of_copy(func: Any) -> Any:
+    """The view op that `func` is the copying form of: `select.int` of `select_copy.int`. None for other ops."""
+    namespace, _, base = func._schema.name.partition("::")
+    if torch.Tag.view_copy not in func.tags or not base.endswith("_copy"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), base.removesuffix("_copy"), None)
+    return getattr(packet, func._overloadname, None)
+
+
+@functools.cache
+def _copying(op: str, view: ViewDefinition) -> Definition:
+    """The read of a view op as a lowering."""
+    rules = view.rules
+
+    def read(self: Any, *args: Any) -> Any:
+        static, traced = (args, ()) if rules.split is None else rules.split(self.shape, *args)
+        return rules.read(self, *static, *traced)
+
+    return Definition(op, "lowering", read, view.origin, positional=True)
 
 
 def _become_view(view: Any) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
-@ops.lowering("aten::clone", "aten::_lazy_clone")
+@ops.lowering("aten::clone", "aten::_lazy_clone", "aten::detach_copy", "aten::lift_fresh_copy")
 def clone(self):
     """`self`; arrays never change, so a second tensor over the same array is a copy."""
     return self

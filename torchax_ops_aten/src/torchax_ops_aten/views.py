@@ -307,28 +307,3 @@ def _reinterpret(array: jax.Array, dtype: np.dtype) -> jax.Array:
         return wide.reshape((*array.shape[:-1], -1)) if array.ndim else wide
     narrow = array.reshape((*array.shape[:-1], array.shape[-1] * old // new, new // old))
     return lax.bitcast_convert_type(narrow, dtype)
-
-
-# -- copies of view ops: torch's functional twins ------------------------------------------------
-
-
-def _copies() -> None:
-    """`<op>_copy` for every view op above: the same read, as a lowering."""
-    schemas = {
-        "aten::permute_copy": permute,
-        "aten::transpose_copy.int": transpose,
-        "aten::t_copy": t,
-        "aten::unsqueeze_copy": unsqueeze,
-        "aten::diagonal_copy": diagonal,
-        "aten::unfold_copy": unfold,
-        "aten::view_as_real_copy": view_as_real,
-        "aten::view_as_complex_copy": view_as_complex,
-        "aten::_conj_copy": conj,
-        "aten::_neg_view_copy": neg_view,
-        "aten::view_copy.dtype": view_dtype,
-    }
-    for name, rules in schemas.items():
-        ops.lowering(name)(rules.read)
-
-
-_copies()
