@@ -300,6 +300,30 @@ def test_gradients_of_two_results() -> None:
     close(ours, run(f, x.clone().requires_grad_()))
 
 
+def test_results_in_another_memory_order() -> None:
+    def f(x):
+        return x.t() * 2
+
+    run = compiled(f, fullgraph=True)
+    x, weight = torch.randn(3, 4), torch.randn(4, 3)
+    a, b = x.to("jax").requires_grad_(), x.clone().requires_grad_()
+    ours, wanted = run(a), f(b)
+    assert ours.stride() == wanted.stride()
+    (ours * weight.to("jax")).sum().backward()
+    (wanted * weight).sum().backward()
+    close(a.grad, b.grad)
+
+
+def test_as_strided_of_arguments() -> None:
+    run = compiled(lambda x: x.as_strided((2, 2), (1, 2)), fullgraph=True)
+    x = torch.arange(12.0).reshape(3, 4)
+    ours = x.to("jax")
+    close(run(ours), x.as_strided((2, 2), (1, 2)))
+    close(run(ours.t()), x.t().as_strided((2, 2), (1, 2)))
+    with pytest.raises(RuntimeError, match="view with gaps"):
+        run(ours[:, 1::2])
+
+
 def test_tied_weights() -> None:
     class Tied(nn.Module):
         def __init__(self):

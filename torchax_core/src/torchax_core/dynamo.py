@@ -21,6 +21,7 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
@@ -156,6 +157,9 @@ class CompiledGraph:
             )
         metadata = context.fw_metadata
         assert metadata is not None
+        for meta in metadata.subclass_tangent_meta:
+            # memory order is nothing to a program of arrays, so that gradients need no copy into another
+            meta.memory_format = MemoryFormatMeta(memory_format=torch.contiguous_format)
         parameters = len(metadata.input_info) - len(args)  # of the graph module itself, ahead of the arguments
         return run, [
             i - parameters for i, info in enumerate(metadata.input_info) if info.mutates_data and i >= parameters
@@ -207,6 +211,11 @@ def _onto_device(graph: torch.fx.GraphModule) -> None:
             continue
         for node in module.graph.nodes:
             func = node.target
+            if func in _AS_STRIDED and node.args[0].op == "placeholder" and not _is_dense(node.args[0].meta["val"]):
+                raise RuntimeError(
+                    "torch.compile: as_strided of an argument that is a view with gaps or repeats; a compiled program has the "
+                    "view's elements only. Take the view inside the function, or `.clone()` it first."
+                )
             if isinstance(func, torch._ops.HigherOrderOperator) and Tensor not in func.python_key_table:
                 raise OperatorNotFound(
                     f"torch.compile: the function uses {func}, which does not run on device 'jax'; of its kind, cond, "
@@ -215,6 +224,19 @@ def _onto_device(graph: torch.fx.GraphModule) -> None:
             node.args = torch.fx.node.map_aggregate(node.args, _device_of_constant)
             node.kwargs = torch.fx.node.map_aggregate(node.kwargs, _device_of_constant)
         module.recompile()
+
+
+_AS_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side, in whatever order of dimensions."""
+    step = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != step:
+            return False
+        step *= max(length, 1)
+    return True
 
 
 def _device_of_constant(value: Any) -> Any:
@@ -233,7 +255,8 @@ class _Program:
         self.donated: frozenset[int] = frozenset()
         random = environment.random
         nodes = list(graph.graph.nodes)
-        numbers = {node: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        numbers = {node: i for i, node in enumerate(placeholders)}
         results_of = nodes[-1].args[0]
         kept = len(results_of) if owner.returned is None else owner.returned
 
@@ -242,8 +265,8 @@ class _Program:
             inner = list(inputs)
             given: dict[int, tuple[Tensor, Any]] = {}
             for place, tracer in zip(self.places, tracers, strict=True):
-                a = inputs[place]
-                aval = a._aval if isinstance(a, Tensor) else Aval.of(tuple(a.shape), a.stride(), a.dtype)
+                stand_in = placeholders[place].meta.get("val", inputs[place])
+                aval = Aval.of(tuple(tracer.shape), stand_in.stride(), inputs[place].dtype)
                 tensor = inner[place] = make_tensor(tracer, aval)
                 given[place] = (tensor, tracer)
             before = (active.trace, active.kernels)
