@@ -108,3 +108,14 @@ def test_errors_are_torchs():
 def test_settings_out_of_range(options):
     x, w = sample((1, 1, 5, 5, 5), torch.float32), sample((1, 1, 2, 2, 2), torch.float32)
     assert_same_error(torch.conv3d, x, w, wording=True, **options)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_memory_format_is_kept(transposed):
+    x, w = sample((2, 3, 5, 6), torch.float32), sample((3, 3, 2, 2), torch.float32)
+    turned = x.to(memory_format=torch.channels_last)
+    conv = torch.conv_transpose2d if transposed else torch.conv2d
+    for args in ((x, w), (turned, w), (x, w.to(memory_format=torch.channels_last))):
+        ours = conv(*(a.to("jax") for a in args))
+        assert ours.stride() == conv(*args).stride()
+        torch.testing.assert_close(ours.cpu(), conv(*args))

@@ -118,3 +118,11 @@ def test_empty_batch():
     assert_matches_torch(F.max_pool2d, torch.empty(0, 3, 8, 8), 2, return_indices=True)
     assert_matches_torch(F.avg_pool2d, torch.empty(0, 3, 8, 8), 2, grad=True)
     assert_matches_torch(F.adaptive_avg_pool2d, torch.empty(0, 3, 8, 8), 3)
+
+
+def test_unpooling_keeps_the_memory_format():
+    x = sample((1, 2, 2, 3), torch.float32).to(memory_format=torch.channels_last)
+    where = torch.arange(6).view(1, 1, 2, 3).expand(1, 2, 2, 3).contiguous()
+    theirs, ours = (F.max_unpool2d(x.to(d), where.to(d), 2) for d in ("cpu", "jax"))
+    assert ours.stride() == theirs.stride()
+    torch.testing.assert_close(ours.cpu(), theirs)

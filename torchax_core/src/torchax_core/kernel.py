@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch._prims_common import elementwise_dtypes
+from torch._prims_common import elementwise_dtypes, suggest_memory_format
 
 from torchax_core import log
 from torchax_core.convert import array_from_torch, is_traced, scalar_array
@@ -388,7 +388,9 @@ class LoweringKernel:
         outs = run_on_meta(self.func, self.arguments, metas)
         if outs is NO_META:
             return None
-        return avals_of(outs, len(self.schema.returns))
+        avals = avals_of(outs, len(self.schema.returns))
+        like = [metas[n] for n in self.definition.format_of if isinstance(metas.get(n), torch.Tensor)]
+        return [_in_format_of(aval, like) for aval in avals] if like else avals
 
     def _pointwise_aval(self, metas: dict[str, Any]) -> Aval | None:
         """The result of a pointwise op where there is nothing to check: contiguous floating operands, one of them as large
@@ -717,6 +719,15 @@ def wrap_results(results: Any, avals: list[Any]) -> list[Any]:
             out.append(make_tensor(results[at], aval))
             at += 1
     return out
+
+
+def _in_format_of(aval: Any, like: list[torch.Tensor]) -> Any:
+    """`aval`, channels_last if one of `like` is and has as many dims."""
+    for tensor in like:
+        format = suggest_memory_format(tensor)
+        if isinstance(aval, Aval) and tensor.dim() == len(aval.shape) and format is not torch.contiguous_format:
+            return aval_of_meta(torch.empty(aval.shape, dtype=aval.dtype, device="meta", memory_format=format))
+    return aval
 
 
 def _flat_avals(avals: list[Any]) -> list[Aval | None]:

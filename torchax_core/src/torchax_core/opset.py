@@ -77,6 +77,7 @@ class Definition:
     whole:           a decomposition is traced and compiled as a whole; False: it runs call by call.
     depends_on:      a setting outside the call that `body` reads while traced; its value is part of every signature.
     case:            which calls of this op depend on data, if only some do.
+    format_of:       names of tensor arguments whose memory format the results take.
     """
 
     op: str
@@ -91,6 +92,7 @@ class Definition:
     whole: bool = True
     depends_on: Callable[[], Any] | None = None
     case: DataDependentCase | None = None
+    format_of: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -186,6 +188,7 @@ class OpSet:
         static: Iterable[str] = (),
         data_dependent: str | None = None,
         composite_grad: Literal["vjp", "decompose"] = "vjp",
+        format_of: Iterable[str] = (),
     ) -> Callable[[F], F]:
         """The op as a pure JAX function, compiled by jax.jit once per signature.
 
@@ -198,6 +201,9 @@ class OpSet:
         - int, bool, int[], str: Python values, lists as tuples; ScalarType: a numpy dtype; all static.
         - a parameter `key` (`random_key` if the op has a `key` of its own) asks for a fresh jax.random key per call, the
           environment's or the `generator`'s; with the default None, only for calls that cannot do without.
+
+        format_of: tensor arguments; results are channels_last if one of these is, and as many dims as it has. For ops
+                   whose meta kernels in torch give contiguous strides where its real ones do not.
 
         It returns an array, a tuple of arrays for several results, or a list for Tensor[]. Result dtypes are cast to
         those of torch's meta kernel; a result of another shape raises LoweringMismatchError.
@@ -215,6 +221,7 @@ class OpSet:
                         static=frozenset(static),
                         data_dependent=data_dependent,
                         composite_grad=composite_grad,
+                        format_of=tuple(format_of),
                     )
                 )
             return body

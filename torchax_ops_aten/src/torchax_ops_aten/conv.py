@@ -78,7 +78,7 @@ def _check(
     torch._check(min(dilation, default=1) > 0, lambda: "dilation should be greater than zero")
 
 
-@ops.lowering("aten::convolution")
+@ops.lowering("aten::convolution", format_of=("input", "weight"))
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     """Cross-correlation of `input` with `weight`, or, `transposed`, the gradient of one.
 

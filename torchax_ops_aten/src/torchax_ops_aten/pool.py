@@ -187,7 +187,7 @@ def max_pool3d_with_indices_backward(grad_output, self, kernel_size, stride, pad
     return _max_pool_backward(grad_output, self, indices, 3)
 
 
-@ops.lowering("aten::max_unpool2d")
+@ops.lowering("aten::max_unpool2d", format_of=("self",))
 def max_unpool2d(self, indices, output_size):
     """Zeros (..., *output_size) with the elements of `self` at the flat positions `indices`."""
     return _to_positions(self, indices, output_size, add=False)
