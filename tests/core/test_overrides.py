@@ -250,6 +250,24 @@ def test_a_view_override_aliases_its_base(op):
     assert call(base).tolist() == call(base.cpu()).tolist()
 
 
+def test_gradients_through_a_view_override_are_torchs_or_refused():
+    x = torch.arange(6.0, device="jax").reshape(2, 3).requires_grad_()
+    with ENV.override_op_definition(
+        "aten::diagonal", lambda self, offset=0, dim1=0, dim2=1: self[0, :2], is_view_op=True
+    ):
+        torch.diagonal(x).sum().backward()
+    assert x.grad.tolist() == [[1, 0, 0], [0, 1, 0]]
+
+    def read(self, source, destination):
+        return self.T[::-1]
+
+    with ENV.override_op_definition("aten::movedim.int", read, is_view_op=True):
+        with pytest.raises(RuntimeError, match="aten::movedim.* is overridden by a view .* no gradient"):
+            torch.movedim(x, 0, 1)
+        with torch.no_grad():
+            assert torch.movedim(x, 0, 1).tolist() == [[2, 5], [1, 4], [0, 3]]
+
+
 # -- several at once ---------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from torchax_core import log
-from torchax_core.kernel import DirectKernel, LoweringKernel
+from torchax_core.kernel import DirectKernel, LoweringKernel, ViewKernel
 from torchax_core.overrides import DecliningKernel
 from torchax_core.registry import is_composite
 from torchax_core.tensor import Tensor, active, make_tensor, resolve_active
@@ -126,6 +126,11 @@ def _run(kernel: Any, decompose: Callable[..., Any], args: Any, kwargs: Any) -> 
         return kernel(args, kwargs)
     if not _any_differentiable(args, kwargs):
         return kernel(args, kwargs)
+    if isinstance(kernel, ViewKernel) and definition.origin.pack == "override":
+        raise RuntimeError(
+            f"{definition.op} is overridden by a view ({definition.origin}), through which no gradient can flow: torch makes "
+            "this op of others, and has no formula for it. Override those, or the op by torch code that calls them."
+        )
     if definition.composite_grad == "decompose" or not isinstance(kernel, LoweringKernel):
         return decompose(*args, **kwargs)
     return differentiable_kernel(kernel, args, kwargs)

@@ -3,8 +3,8 @@
     [project.entry-points."torchax.op_packs"]
     mine = "my_pack.pack"
 
-Besides hooks, the module states in plain constants what it serves, so that its families need not be imported until an
-op of theirs is called:
+Besides hooks, the module states in literal constants what it serves. They are read from its source: neither the module
+nor its package is imported until an op is called that it may serve.
 
     TORCHAX_PACK_API = 1                      # the core API it was written for
     TORCHAX_NAMESPACES = ("mylib",)           # torch op namespaces it serves
