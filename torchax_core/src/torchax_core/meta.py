@@ -81,16 +81,18 @@ def check_out_dtypes(
     fitting = metas | {
         n: torch.empty_strided(x.shape, x.stride(), dtype=dtypes[n], device="meta") for n, x in given.items()
     }
-    try:
-        _run_on_cpu(func, *_call_of(arguments, metas), _TooLarge())
-    except _TooLarge:
-        return
-    except Exception as error:
+    for fill in (0, 1):  # what takes no zeros (a multinomial) may take ones
         try:
-            _run_on_cpu(func, *_call_of(arguments, fitting), _TooLarge())
-        except Exception:  # it does not take zeros, or not on the CPU: that says nothing about dtypes
+            _run_on_cpu(func, *_call_of(arguments, metas), _TooLarge(), fill)
+        except _TooLarge:
             return
-        raise error from None
+        except Exception as error:
+            try:
+                _run_on_cpu(func, *_call_of(arguments, fitting), _TooLarge(), fill)
+            except Exception:  # it does not take these numbers, or not on the CPU: that says nothing about dtypes
+                continue
+            raise error from None
+        return
 
 
 class _TooLarge(Exception):
@@ -100,16 +102,16 @@ class _TooLarge(Exception):
 _CPU_ELEMENTS = 1 << 24
 
 
-def _run_on_cpu(func: Any, positional: list[Any], keywords: dict[str, Any], error: Exception) -> Any:
-    """A call that meta kernels refused, on CPU tensors of zeros: their wording is the one users know, and their verdict
-    counts. Calls of more than 16M elements are not tried."""
+def _run_on_cpu(func: Any, positional: list[Any], keywords: dict[str, Any], error: Exception, fill: int = 0) -> Any:
+    """A call that meta kernels refused, on CPU tensors full of `fill`: their wording is the one users know, and their
+    verdict counts. Calls of more than 16M elements are not tried."""
     total = sum(x.numel() for x in pytree.tree_leaves((positional, keywords)) if isinstance(x, torch.Tensor))
     if total > _CPU_ELEMENTS:
         raise error
 
     def to_cpu(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").fill_(fill)
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     positional, keywords = pytree.tree_map(to_cpu, (positional, keywords))

@@ -42,7 +42,10 @@ def check_shared_memory(
     if sum(id(t._store) in stores for t in tensors) <= len(outs):
         return
     order: dict[int, int] = {}
-    key = tuple((t._aval, t.storage_offset(), order.setdefault(id(t._store), len(order))) for t in tensors)
+    key = tuple(
+        (t._aval, t.storage_offset(), order.setdefault(id(t._store), len(order)), any(t is out for out in outs))
+        for t in tensors
+    )
     if key in seen:
         return
     reinterpreted = any(
@@ -65,9 +68,14 @@ def _error_on_cpu(
             return memories[id(store)]
         return memories.setdefault(id(store) if shared else len(memories), torch.zeros(store.array.size, dtype=dtype))
 
+    made: dict[int, torch.Tensor] = {}
+
     def on_cpu(x: Any) -> Any:
         if isinstance(x, Tensor):
-            return memory(x._store, x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+            if shared and id(x) in made:
+                return made[id(x)]  # a tensor given twice is one: resized as output, it is as input
+            made[id(x)] = memory(x._store, x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+            return made[id(x)]
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     try:
