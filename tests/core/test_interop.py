@@ -161,14 +161,26 @@ def test_call_jax_with_torch_code_gives_gradients_to_its_closure() -> None:
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_call_torch_in_jax_transformations() -> None:
-    model, cpu = both()
+def by_functional_call(cpu):
+    model = copy.deepcopy(cpu).to("jax")
     weights = {k: v.detach().jax() for k, v in model.named_parameters()}
+    return weights, lambda w, x: interop.call_torch(torch.func.functional_call, model, w, (x,))
+
+
+def by_extract_jax(cpu):
+    weights, function = interop.extract_jax(cpu)
+    return weights, lambda w, x: function(w, (x,))
+
+
+@pytest.mark.parametrize("extract", [by_functional_call, by_extract_jax])
+def test_a_module_in_jax_transformations(extract) -> None:
+    cpu = network()
+    weights, function = extract(cpu)
     x = jnp.linspace(-1, 1, 6).reshape(2, 3)
     plain = torch.from_numpy(np.array(x))
 
     def loss(weights, x):
-        return interop.call_torch(lambda w, x: torch.func.functional_call(model, w, (x,)).square().sum(), weights, x)
+        return (function(weights, x) ** 2).sum()
 
     cpu(plain).square().sum().backward()
     for transform in (lambda f: f, jax.jit):

@@ -217,7 +217,8 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def call_and_capture(function: Callable[..., Any], args: Any, kwargs: Any, captured: list[Tensor]) -> Any:
     """call_jax that adds to `captured` what torch code met and wants gradients; to start from the last call's saves a run."""
-    leaves, spec = trees.flatten((args, kwargs))
+    plain = not kwargs and all(isinstance(arg, trees.PLAIN) for arg in args)
+    leaves, spec = (list(args), None) if plain else trees.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     operands: list[Any] = [leaves[i] if isinstance(leaves[i], Tensor) else leaves[i].to("jax") for i in places]
     leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -231,7 +232,7 @@ def call_and_capture(function: Callable[..., Any], args: Any, kwargs: Any, captu
         full = [jax_view_elem(leaf) for leaf in leaves]
         for i, array in zip(places, arrays, strict=False):
             full[i] = array
-        inner_args, inner_kwargs = trees.unflatten(full, spec)
+        inner_args, inner_kwargs = (full, {}) if spec is None else trees.unflatten(full, spec)
         with _standing_in(captured, arrays[len(places) :]):
             flat, out_spec = trees.flatten(function(*inner_args, **inner_kwargs))
         made[:] = [out_spec, [_RESULT if _is_array(x) else x for x in flat]]

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchax_core import trees
-from torchax_core.bridge import TorchCode, call_and_capture, call_jax, constrain, torch_view
+from torchax_core.bridge import TorchCode, call_and_capture, call_jax, constrain, torch_view, torch_view_elem
 from torchax_core.jit import JittedFunction
 from torchax_core.tensor import Tensor
 
@@ -211,8 +211,8 @@ class _JaxJit:
         specs: list[tuple[Any, Any]] = []
         donated: list[int] = []
         for key, value in named.items():
-            parts, spec = trees.flatten(torch_view(value))
-            parts = [_traced_number(part) for part in parts]
+            parts, spec = trees.flatten(value)
+            parts = [part if part.__class__ is Tensor else _traced_number(torch_view_elem(part)) for part in parts]
             if shardings is not None:
                 parts = _put(parts, spec, shardings[key])
             if key in donated_keys:

@@ -12,7 +12,7 @@ import jax
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["Spec", "flatten", "map_leaves", "unflatten"]
+__all__ = ["PLAIN", "Spec", "flatten", "map_leaves", "unflatten"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Spec:
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
     """The leaves of `tree` and its structure. Dicts keep their order; None is a leaf; so is a callable, whatever it holds."""
+    if isinstance(tree, PLAIN):
+        return [tree], _LEAF
     outer, spec = pytree.tree_flatten(tree)
     leaves: list[Any] = []
     inner = []
@@ -47,6 +49,8 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
 
 def unflatten(leaves: list[Any], spec: Spec) -> Any:
     """The tree of that structure with these leaves."""
+    if spec is _LEAF and len(leaves) == 1:
+        return leaves[0]
     rest = iter(leaves)
     tree = _build(rest, spec)
     if next(rest, rest) is not rest:
@@ -72,8 +76,10 @@ def _build(leaves: Any, spec: Spec) -> Any:
     return pytree.tree_unflatten(outer, spec.outer)
 
 
-_PLAIN = (torch.Tensor, jax.Array, jax.core.Tracer, bool, int, float, complex, str, bytes, type(None))
+_LEAF = Spec(pytree.tree_flatten(0)[1], ())
+PLAIN = (torch.Tensor, jax.Array, jax.core.Tracer, bool, int, float, complex, str, bytes, type(None))
+"""Types that are leaves at first sight."""
 
 
 def _may_open(leaf: Any) -> bool:
-    return not isinstance(leaf, _PLAIN) and not callable(leaf)
+    return not isinstance(leaf, PLAIN) and not callable(leaf)

@@ -23,6 +23,7 @@ MODULES = {
     "torchax.amp": "torchax_core.compat.amp",
     "torchax.checkpoint": "torchax_core.checkpoint",
     "torchax.config": "torchax_core.compat.config",
+    "torchax.export": "torchax_core.export",
     "torchax.flax": "torchax_core.flax",
     "torchax.interop": "torchax_core.interop",
     "torchax.mesh_util": "torchax_core.mesh_util",
