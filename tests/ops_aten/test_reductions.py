@@ -265,3 +265,12 @@ def test_hash_tensor(dtype):
     x = sample((3, 4), dtype)
     assert_matches_torch(torch.hash_tensor, x)
     assert_matches_torch(torch.hash_tensor, x, 1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_histc_of_integers(dtype) -> None:
+    """CPU torch has none, cuda has; a mixture of experts counts its tokens with it."""
+    x = torch.tensor([0, 1, 1, 3, 3, 3, 2, 7], dtype=dtype)
+    got = torch.histc(x.to("jax"), bins=4, min=0, max=3)
+    assert got.dtype is dtype and torch.equal(got.cpu(), torch.tensor([1, 2, 1, 3], dtype=dtype))
+    assert torch.equal(torch.histc(x.to("jax"), bins=7).cpu(), torch.histc(x.double(), bins=7).to(dtype))

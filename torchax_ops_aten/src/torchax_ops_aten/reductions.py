@@ -428,9 +428,17 @@ def _exponent_and_mantissa_bits(dtype: np.dtype) -> tuple[int, int]:
 def histc(self, bins=100, min=0, max=0):
     """How many elements fall into each of `bins` equal intervals of [min, max]; elements outside, and NaN, in none.
 
+    self:     floats; integers too, as on cuda, where CPU torch refuses them.
     min, max: if equal, the extremes of the data.
     returns:  (bins,), dtype of `self`; the last interval holds its right end.
     """
+    if not jnp.issubdtype(self.dtype, np.inexact):
+        x = self.ravel().astype(np.int64)
+        low, high = _data_range(x, min, max)
+        # exactly: a quotient of floats may fall short of a whole number
+        position = jnp.minimum((x - low) * bins // (high - low), bins - 1)
+        inside = (x >= low) & (x <= high)
+        return jnp.zeros(bins, np.int64).at[jnp.where(inside, position, bins)].add(1, mode="drop")
     x = opmath(self).ravel()
     low, high = _data_range(x, min, max)
 
