@@ -108,3 +108,10 @@ def test_out_that_is_an_input_too_and_would_be_resized():
 
 def test_dtypes_of_out_are_checked_where_zeros_are_no_input():
     assert_same_error(lambda x: torch.multinomial(x, 2, out=torch.zeros_like(x)), torch.ones(2, 3), wording=True)
+
+
+def test_out_of_ops_whose_result_depends_on_data():
+    x = torch.arange(6.0)
+    assert_matches_torch(lambda x: torch.masked_select(x, x > 2, out=torch.zeros_like(x)[:3]), x)
+    assert_same_error(lambda x: torch.masked_select(x, x > 2, out=torch.zeros_like(x).long()), x, wording=True)
+    assert_same_error(lambda x: torch.masked_select(x, x > 2, out=x[:3]), x, wording=True)

@@ -6,6 +6,7 @@ fails on every other device. Each op has rules of its own, so CPU torch is asked
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,7 +80,8 @@ def _error_on_cpu(
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             func(*pytree.tree_map(on_cpu, tuple(args)), **pytree.tree_map(on_cpu, kwargs))
     except Exception as error:
         return error

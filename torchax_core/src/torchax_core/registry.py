@@ -24,7 +24,9 @@ from torchax_core.kernel import (
     LoweringKernel,
     ViewKernel,
 )
+from torchax_core.meta import check_out_dtypes, meta_of
 from torchax_core.opset import Definition, Origin, ViewDefinition
+from torchax_core.overlap import check_shared_memory
 from torchax_core.tensor import become
 from torchax_core.variants import Variant, op_name, variant_of
 from torchax_core.writing import WritingKernel, become_resized
@@ -279,13 +281,22 @@ def _become_view(view: Any) -> Callable[..., Any]:
 def _write_direct(func: Any, variant: Variant) -> Callable[..., Any]:
     """A writing form of a data-dependent op: run the twin, then put its results into the arguments."""
     names = [a.name for a in func._schema.arguments]
+    sharing: set[Any] = set()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         bound = dict(zip(names, args, strict=False)) | kwargs
+        if variant.outs:
+            check_shared_memory(func, args, kwargs, [bound[n] for n in variant.outs], sharing)
         taken = {a.name for a in variant.twin._schema.arguments}
         results = variant.twin(**{n: v for n, v in bound.items() if n in taken})
         values = list(results) if isinstance(results, (tuple, list)) else [results]
-        for name, value in zip(variant.written, values[variant.fresh :], strict=True):
+        new = dict(zip(variant.written, values[variant.fresh :], strict=True))
+        if variant.outs:
+            metas = {n: meta_of(v) for n, v in bound.items()}
+            for name in variant.outs:
+                metas[name] = metas[name].new_empty(0)  # of no size that torch would warn of changing
+            check_out_dtypes(func, func._schema.arguments, metas, {n: new[n].dtype for n in variant.outs})
+        for name, value in new.items():
             target = bound[name]
             if target.shape != value.shape:
                 become_resized(target, value.to(target.dtype))
