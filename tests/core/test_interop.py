@@ -72,6 +72,9 @@ def test_views_of_callables() -> None:
     function = jnp.sin
     assert interop.jax_view(interop.torch_view(function)) is function
     assert interop.torch_view(interop.jax_view(torch.sin)) is torch.sin
+    module = nn.ReLU()
+    assert interop.torch_view(module) is module and interop.torch_view(interop.jax_view(module)) is module
+    assert interop.jax_view(module)(jnp.array([-1.0, 1.0])).tolist() == [0, 1]
     mesh = jax.make_mesh((1,), ("x",))
     assert interop.jax_view(mesh) is mesh and interop.jax_view(int) is int
 

@@ -117,7 +117,7 @@ def torch_view_elem(leaf: Any) -> Any:
         return torch_dtype(leaf)
     if isinstance(leaf, TorchCode):
         return leaf.function
-    if callable(leaf) and not isinstance(leaf, _NO_CODE):
+    if callable(leaf) and not isinstance(leaf, (*_NO_CODE, torch.nn.Module)):
         return JaxCode(leaf)
     return leaf
 
