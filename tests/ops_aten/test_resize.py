@@ -95,10 +95,16 @@ def test_grid_sample_at_the_edges():
         assert_matches_torch(F.grid_sample, image(3)[:1], F.pad(grid, (0, 1))[:, None], grad=True, **options)
 
 
-def test_left_to_torchs_decompositions():
+def test_shuffles():
     x = sample((2, 8, 4, 6), torch.float64)
-    assert_matches_torch(F.pixel_shuffle, x, 2, grad=True)
-    assert_matches_torch(F.pixel_unshuffle, x, 2, grad=True)
-    assert_matches_torch(F.channel_shuffle, x, 4, grad=True)
+    turned = x.to(memory_format=torch.channels_last)
+    for shuffle, by in ((F.pixel_shuffle, 2), (F.pixel_unshuffle, 2), (F.channel_shuffle, 4)):
+        assert_matches_torch(shuffle, x, by, grad=True)
+        assert_matches_torch(shuffle, turned, by)
+        assert shuffle(turned.to("jax"), by).stride() == shuffle(turned, by).stride()
+    assert_matches_torch(F.pixel_shuffle, x[0], 2)
+
+
+def test_left_to_torchs_decompositions():
     theta = sample((2, 2, 3), torch.float64)
     assert_matches_torch(F.affine_grid, theta, [2, 3, 4, 5], align_corners=False, grad=True)

@@ -1,8 +1,8 @@
-"""Resizing and resampling: upsample_* in all modes, antialiased or not, and grid_sampler, with their backwards.
+"""Resizing and resampling: upsample_* in all modes, antialiased or not, grid_sampler, with their backwards; pixel_shuffle.
 
 Resizing is separable: each spatial dim is a gather of a few taps, weighted and summed. Taps and weights depend on sizes
 alone and are computed by NumPy when an op is traced. Its gradients are the transposes of the forwards.
-`pixel_shuffle`, `channel_shuffle` and `affine_grid_generator` are left to torch's decompositions.
+`pixel_unshuffle` and `affine_grid_generator` are left to torch's decompositions.
 """
 
 from __future__ import annotations
@@ -431,3 +431,24 @@ def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
 def grid_sampler_backward(grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask):
     """Gradients of `grid_sampler` for `input` and `grid`; None where `output_mask` says it is not needed."""
     return _grid_sample_backward(grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask)
+
+
+# -- between channels and space --------------------------------------------------------------------------------------
+# torch's decompositions of these give contiguous results where its kernels keep the memory format.
+
+
+@ops.lowering("aten::pixel_shuffle", format_of=("self",))
+def pixel_shuffle(self, upscale_factor):
+    """Each r * r channels laid out as a square of pixels: (..., c * r * r, h, w) -> (..., c, h * r, w * r)."""
+    *batch, channels, h, w = self.shape
+    r, n = upscale_factor, len(batch)
+    squares = self.reshape(*batch, channels // (r * r), r, r, h, w)
+    pixels = squares.transpose(*range(n + 1), n + 3, n + 1, n + 4, n + 2)
+    return pixels.reshape(*batch, channels // (r * r), h * r, w * r)
+
+
+@ops.lowering("aten::channel_shuffle", "aten::native_channel_shuffle", format_of=("self",))
+def channel_shuffle(self, groups):
+    """Channels (n, c, *) dealt out: the first of each group, then the second of each."""
+    n, channels, *space = self.shape
+    return self.reshape(n, groups, channels // groups, *space).swapaxes(1, 2).reshape(self.shape)
