@@ -251,6 +251,8 @@ def test_the_seed_decides_and_each_call_differs(draw):
         lambda x: x.log_normal_(0, 0),
         lambda x: x.geometric_(1),
         lambda x: torch.multinomial(x.long(), 1),
+        lambda x: torch.multinomial(x, 0),
+        lambda x: torch.multinomial(x, 4),
     ],
 )
 def test_parameters_out_of_range(draw):

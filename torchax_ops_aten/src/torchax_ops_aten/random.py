@@ -286,6 +286,9 @@ def multinomial(self, num_samples, replacement=False, *, key):
     if not jnp.issubdtype(self.dtype, jnp.floating):
         name = type_name(torch_dtype(self.dtype))
         raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {name}")
+    _require(num_samples > 0, "cannot sample n_sample <= 0 samples")
+    enough = replacement or num_samples <= self.shape[-1]
+    _require(enough, "cannot sample n_sample > prob_dist.size(-1) samples without replacement")
     weights = self.astype(_compute_dtype(self.dtype))
     if not replacement or num_samples == 1:
         # The smallest exponential variables of rates `weights` are a draw without replacement, in order.
