@@ -71,6 +71,7 @@ def test_embedding_bag_with_weights(padding_idx):
     assert_matches_torch(bag, table, BAGS, OFFSETS, weights, grad=True)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="CPU torch before 2.14 divides by the counts of other indices")
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_embedding_bag_scaled_by_frequency(mode):
     def bag(table, indices, offsets):
