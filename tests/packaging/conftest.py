@@ -82,39 +82,6 @@ class Site:
     def packages(self) -> Path:
         return Path(sysconfig.get_path("purelib", vars={"base": str(self.folder)}))
 
-    def install(self, *wheels: Path) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(self.python),
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-        ]
-        done = subprocess.run([*command, *map(str, wheels)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of the environment ("python", "torchax"), outside the source tree."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TORCHAX", "PYTEST", "COV"))}
-        return subprocess.run(
-            [str(self.folder / "bin" / command[0]), *command[1:]],
-            cwd=self.folder,
-            env={**environment, **variables},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    def python_json(self, code: str, **variables: str):
-        """What the code prints last, read as JSON."""
-        done = self.run("python", "-c", textwrap.dedent(code), **variables)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
 
 @dataclasses.dataclass
 class Folder:
@@ -270,12 +237,10 @@ def module_names() -> set[str]:
 def make_site(tmp_path_factory, third_party):
     """Make a fresh environment that sees third parties' distributions and none of ours."""
 
-    def make(*wheels: Path) -> Site:
+    def make() -> Site:
         site = Site(tmp_path_factory.mktemp("site"))
         venv.create(site.folder, with_pip=False, symlinks=True)
         (site.packages / "third_party.pth").write_text(f"{third_party}\n")
-        if wheels:
-            site.install(*wheels)
         return site
 
     return make
