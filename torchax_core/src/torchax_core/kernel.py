@@ -722,10 +722,10 @@ def wrap_results(results: Any, avals: list[Any]) -> list[Any]:
 
 
 def _in_format_of(aval: Any, like: list[torch.Tensor]) -> Any:
-    """`aval`, channels_last if one of `like` is and has as many dims."""
+    """`aval`, channels_last if one of `like` is. CPU torch keeps channels_last_3d in bfloat16 only, and so it is let go."""
+    format = torch.channels_last
     for tensor in like:
-        format = suggest_memory_format(tensor)
-        if isinstance(aval, Aval) and tensor.dim() == len(aval.shape) and format is not torch.contiguous_format:
+        if isinstance(aval, Aval) and len(aval.shape) == 4 and suggest_memory_format(tensor) is format:
             return aval_of_meta(torch.empty(aval.shape, dtype=aval.dtype, device="meta", memory_format=format))
     return aval
 

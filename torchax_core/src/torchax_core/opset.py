@@ -202,8 +202,8 @@ class OpSet:
         - a parameter `key` (`random_key` if the op has a `key` of its own) asks for a fresh jax.random key per call, the
           environment's or the `generator`'s; with the default None, only for calls that cannot do without.
 
-        format_of: tensor arguments; results are channels_last if one of these is, and as many dims as it has. For ops
-                   whose meta kernels in torch give contiguous strides where its real ones do not.
+        format_of: tensor arguments; results of four dims are channels_last if one of these is. For ops whose meta
+                   kernels in torch give contiguous strides where its real ones do not.
 
         It returns an array, a tuple of arrays for several results, or a list for Tensor[]. Result dtypes are cast to
         those of torch's meta kernel; a result of another shape raises LoweringMismatchError.
