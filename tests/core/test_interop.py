@@ -651,13 +651,37 @@ def test_jittable_module_random_numbers(env) -> None:
     assert functional(jax.random.key(2), x).tolist() != wanted
 
 
+def test_a_copied_jittable_module_is_its_own() -> None:
+    model, _ = both()
+    run = interop.JittableModule(model)
+    x = torch.ones(1, 3, device="jax")
+    before = run(x).tolist()
+    other = copy.deepcopy(run)
+    with torch.no_grad():
+        for parameter in other.params.values():
+            parameter.zero_()
+    assert other(x).tolist() == [[0, 0]] and run(x).tolist() == before
+    assert other.params["0.weight"] is other._model[0].weight is not model[0].weight
+
+
 def test_jittable_module_static_arguments() -> None:
     class Repeat(nn.Module):
-        def forward(self, x, times):
-            return torch.cat([x] * times)
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, device="jax"))
 
-    run = interop.JittableModule(Repeat(), extra_jit_args={"static_argnums": (4,)})
-    assert run(torch.ones(2, device="jax"), 3).shape == (6,) and run(torch.ones(2, device="jax"), 2).shape == (4,)
+        def forward(self, x, times):
+            return torch.cat([x * self.scale] * times)
+
+    for options in (
+        {"static_argnums": (4,)},
+        {"static_argnums": 4, "donate_argnums": (1,)},
+        {"static_argnames": "times"},
+    ):
+        run, x = interop.JittableModule(Repeat(), extra_jit_args=options), torch.ones(2, device="jax")
+        assert run(x, 3).shape == (6,) and run(x, 2).shape == (4,)
+        run.params["scale"] = torch.full((1,), 2.0, device="jax")
+        assert run(x, 2).tolist() == [2] * 4
 
 
 def test_extract_and_set_all_buffers() -> None:

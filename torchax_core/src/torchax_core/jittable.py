@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torchax_core.bridge import call_torch, jax_view, t2j_copy
 from torchax_core.environment import Environment, current_env
 from torchax_core.functional import jax_jit
+from torchax_core.tensor import Tensor
 
 __all__ = ["JittableModule", "call_with", "extract_all_buffers", "extract_jax", "set_all_buffers", "tied_names"]
 
@@ -21,13 +24,54 @@ def extract_all_buffers(m: torch.nn.Module) -> tuple[dict[str, torch.Tensor], di
     """(parameters that are trained, every other tensor) of a module by name: frozen parameters, buffers, plain attributes."""
     params: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
+    for name, members, attribute in _places(m):
+        value = members[attribute]
+        trained = isinstance(value, torch.nn.Parameter) and value.requires_grad
+        (params if trained else others)[name] = value
+    return params, others
+
+
+def _places(m: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Every tensor of a module by name, with the dict that holds it and its key there."""
     for prefix, module in m.named_modules(remove_duplicate=False):
         for members in (module._parameters, module._buffers, vars(module)):
             for name, value in members.items():
                 if isinstance(value, torch.Tensor):
-                    trained = isinstance(value, torch.nn.Parameter) and value.requires_grad
-                    (params if trained else others)[f"{prefix}.{name}" if prefix else name] = value
-    return params, others
+                    yield f"{prefix}.{name}" if prefix else name, members, name
+
+
+def _signature(method: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(method).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def _signed(function: Callable[..., Any], parameters: list[inspect.Parameter], before: int) -> Callable[..., Any]:
+    """`function` with a method's parameters to be seen, after so many of its own: jax_jit knows arguments by their names."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    own = [inspect.Parameter(f"_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(before)]
+    call.__signature__ = inspect.Signature([*own, *parameters])  # type: ignore[attr-defined]
+    return call
+
+
+def _without_tensors(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Options of jax_jit for a method's own arguments, of those for functional_call's; None if they say more than that."""
+    moved: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in ("static_argnums", "donate_argnums"):
+            numbers = (value,) if isinstance(value, int) else tuple(value)
+            if any(0 <= n < 3 for n in numbers):
+                return None
+            moved[name] = tuple(n - 3 if n >= 0 else n for n in numbers)
+        elif name == "static_argnames":
+            moved[name] = value
+        else:
+            return None
+    return moved
 
 
 def set_all_buffers(m: torch.nn.Module, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
@@ -191,6 +235,15 @@ class JittableModule(torch.nn.Module):
     def __class__(self) -> Any:  # isinstance(jittable, type(m)) is true
         return type(self._model)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> JittableModule:
+        # what was compiled is of this model: the copy compiles its own
+        new = JittableModule(copy.deepcopy(self._model, memo), self._env, self._extra_jit_args)
+        memo[id(self)] = new
+        for name in ("params", "buffers"):
+            tensors = getattr(self, name)
+            setattr(new, name, {key: copy.deepcopy(value, memo) for key, value in tensors.items()})
+        return new
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
@@ -206,7 +259,7 @@ class JittableModule(torch.nn.Module):
         rng: a jax key for random ops; None: the environment's.
         """
         if isinstance(method_or_name, str):
-            method = self._model.__call__ if method_or_name == "forward" else getattr(self._model, method_or_name)
+            method = self._method(method_or_name)
         elif callable(method_or_name):
             method = functools.partial(method_or_name, self._model)
         else:
@@ -216,6 +269,9 @@ class JittableModule(torch.nn.Module):
         with self._env or contextlib.nullcontext(), _drawing_from(self._env or current_env(), rng):
             return call_with(self._model, method, {**params, **buffers}, args, kwargs)
 
+    def _method(self, name: str) -> Callable[..., Any]:
+        return self._model.__call__ if name == "forward" else getattr(self._model, name)  # type: ignore[no-any-return]
+
     @contextlib.contextmanager
     def with_rng(self, rng: jax.Array) -> Iterator[JittableModule]:
         """Calls in the block draw their random numbers from this jax key."""
@@ -224,18 +280,28 @@ class JittableModule(torch.nn.Module):
 
     def make_jitted(self, key: str) -> None:
         """Let the method of that name be compiled when it is called as an attribute of this module."""
-        compiled = jax_jit(functools.partial(self.functional_call, key), self._extra_jit_args)
+        signature = _signature(getattr(self._model, key))
+        compiled = jax_jit(_signed(functools.partial(self.functional_call, key), signature, 3), self._extra_jit_args)
         plain = set(self.buffers) - {name for name, _ in self._model.named_buffers()}  # `.to` does not move these
         plain -= {name for name, _ in self._model.named_parameters()}
+        options = _without_tensors(self._extra_jit_args)
+        direct = None if options is None else jax_jit(_signed(self._method(key), signature, 0), options)
+        places = {name: (members, attribute) for name, members, attribute in _places(self._model)}
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            for name, value in {**self.params, **self.buffers}.items():  # type: ignore[dict-item]
-                if value.device.type != "jax" and name not in plain:
-                    raise RuntimeError(
-                        f"JittableModule({type(self._model).__name__}): {name} is on device {value.device}. Move the module "
-                        "before it is wrapped: `JittableModule(m.to('jax'))`."
-                    )
+            own = direct is not None
+            for tensors in (self.params, self.buffers):
+                for name, value in tensors.items():  # type: ignore[operator]
+                    members, attribute = places.get(name, ({}, ""))
+                    own = own and members.get(attribute) is value
+                    if not isinstance(value, Tensor) and name not in plain:
+                        raise RuntimeError(
+                            f"JittableModule({type(self._model).__name__}): {name} is on device {value.device}. Move the "
+                            "module before it is wrapped: `JittableModule(m.to('jax'))`."
+                        )
             with self._env or contextlib.nullcontext():
+                if own:  # the module's own tensors need not be handed over: they are state of the compiled method
+                    return direct(*args, **kwargs)  # type: ignore[misc]
                 return compiled(self.params, self.buffers, None, *args, **kwargs)
 
         self._jitted[key] = call
