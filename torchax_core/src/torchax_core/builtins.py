@@ -15,6 +15,7 @@ import torch
 
 from torchax_core.convert import array_from_numpy, array_from_torch, is_traced, torch_from_array, zeros_array
 from torchax_core.dtypes import jax_dtype
+from torchax_core.layouts import sparse_refused
 from torchax_core.overlap import check_elements_apart
 from torchax_core.symbolic import symbol_of_array
 from torchax_core.tensor import Aval, Storage, Tensor, become, contiguous_stride, make_tensor, share_tensor
@@ -318,6 +319,12 @@ def local_scalar_dense(self: Tensor) -> Any:
         return symbol_of_array(array.reshape(()))
     value = np.asarray(array).reshape(())[()]
     return value.item() if hasattr(value, "item") and not isinstance(value.item(), np.generic) else float(value)
+
+
+@_plain("aten::_sparse_compressed_tensor_unsafe")
+def sparse_compressed_tensor(*args: Any, **kwargs: Any) -> Any:
+    """torch would make a tensor that nothing takes."""
+    raise sparse_refused("aten::_sparse_compressed_tensor_unsafe")
 
 
 @_plain("aten::is_pinned")

@@ -16,6 +16,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from torchax_core.forking import in_bad_fork
+from torchax_core.layouts import refuse_layouts
 from torchax_core.tensor import DEVICE, DEVICE_TYPE, Tensor
 from torchax_core.variants import find_op, op_name
 from torchax_core.view import View
@@ -181,6 +182,7 @@ def register() -> None:
     _setup_privateuseone_for_python_backend(DEVICE_TYPE, _DeviceModule(), hook=_Hooks())
     _library = torch.library.Library("aten", "IMPL")  # noqa: TOR901 - kept alive for as long as the process
     torch.serialization.register_package(15, _tag, _restore)
+    refuse_layouts()
     for name in ("aten::empty.memory_format", "aten::empty_strided", "aten::_copy_from", "aten::_copy_from_and_resize"):
         _register(find_op(name))
     _library.impl("_pin_memory", _pin_memory, "CPU")
