@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchax_core.errors import OperatorNotFound
+from torchax_core.errors import ConversionError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
     ],
 )
 def test_moving_one_to_the_device(make, instead):
-    with pytest.raises(OperatorNotFound, match=instead):
+    with pytest.raises(ConversionError, match=instead):
         make().to("jax")
 
 

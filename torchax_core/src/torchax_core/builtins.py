@@ -321,10 +321,10 @@ def local_scalar_dense(self: Tensor) -> Any:
     return value.item() if hasattr(value, "item") and not isinstance(value.item(), np.generic) else float(value)
 
 
-@_plain("aten::_sparse_compressed_tensor_unsafe")
-def sparse_compressed_tensor(*args: Any, **kwargs: Any) -> Any:
+@_plain("aten::_sparse_compressed_tensor_unsafe", "aten::_sparse_coo_tensor_with_dims_and_tensors")
+def sparse_tensor(*args: Any, **kwargs: Any) -> Any:
     """torch would make a tensor that nothing takes."""
-    raise sparse_refused("aten::_sparse_compressed_tensor_unsafe")
+    raise sparse_refused()
 
 
 @_plain("aten::is_pinned")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchax_core.errors import OperatorNotFound
+from torchax_core.errors import ConversionError
 
 __all__ = ["refuse_layouts", "sparse_refused"]
 
@@ -25,16 +25,16 @@ _libraries: list[Any] = []  # what they hold is gone with them
 
 
 def refuse_layouts() -> None:
-    """Give every op on such tensors a kernel that raises OperatorNotFound. Once per process."""
+    """Give every op on such tensors a kernel that raises ConversionError. Once per process."""
     for key, (what, instead) in _REFUSED.items():
         library = torch.library.Library("_", "IMPL")  # noqa: TOR901 - kept
         library.fallback(_refusal(what, instead), key)
         _libraries.append(library)
 
 
-def sparse_refused(name: str) -> OperatorNotFound:
-    """The error for an op that would make a sparse tensor of ours."""
-    return _error(name, *_SPARSE)
+def sparse_refused() -> ConversionError:
+    """The error for making a sparse tensor of ours."""
+    return _error("torch.sparse", *_SPARSE)
 
 
 def _refusal(what: str, instead: str) -> Callable[..., Any]:
@@ -44,5 +44,5 @@ def _refusal(what: str, instead: str) -> Callable[..., Any]:
     return refuse
 
 
-def _error(name: str, what: str, instead: str) -> OperatorNotFound:
-    return OperatorNotFound(f"{name}: device 'jax' has no {what}; {instead}, and move it then.")
+def _error(name: str, what: str, instead: str) -> ConversionError:
+    return ConversionError(f"{name}: device 'jax' has no {what}; {instead}, and move it then.")
