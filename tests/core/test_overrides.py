@@ -367,3 +367,17 @@ def test_names_that_torch_does_not_know():
         with warnings.catch_warnings(), pytest.raises(OpNameError):
             warnings.simplefilter("error")
             ENV.override_op_definition(op, lambda self: self, is_jax_function=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_float64_stays_exact(target):
+    call, op, impl, derivative = TARGETS[target]
+    x = X.double() / 3
+    with ENV.override_op_definition(op, lambda *args, **kwargs: impl(*args, **kwargs) / 7, is_jax_function=True):
+        if target == "torchvision op":
+            call = lambda x: torchvision.ops.roi_align(x[None, None], ROIS.to(x), (2, 2))[0, 0]
+        same(call(x.to("jax")), 3 * x * x / 7)
+        ours = gradient(call, x.to("jax"))
+    assert ours.dtype == torch.float64
+    if target in ("torch function", "composite op", "composite op of a third party"):
+        torch.testing.assert_close(ours.cpu(), derivative(x) / 7, rtol=1e-12, atol=0)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 
 from torchax_core.bridge import call_jax
@@ -141,6 +142,7 @@ def _call_jax(definition: Definition, args: Any, kwargs: Any) -> Any:
         return result
 
     try:
-        return call_jax(body, *args, **kwargs)
+        with jax.enable_x64(True):  # as for every lowering
+            return call_jax(body, *args, **kwargs)
     except Declined:
         return NotImplemented

@@ -40,8 +40,8 @@ def _conjugate(array: Any) -> Any:
 
 
 def _x64(program: DifferentiableProgram) -> Any:
-    """64-bit types on for lowerings; for a user's own function, JAX as the user has set it up."""
-    return jax.enable_x64(True) if program.jit else contextlib.nullcontext()
+    """64-bit types on for lowerings; for a user's own function, JAX as it was set up when the function was called."""
+    return jax.enable_x64(True) if program.x64 else contextlib.nullcontext()
 
 
 def _noted(tensors: Any) -> Any:
@@ -73,6 +73,7 @@ class DifferentiableProgram:
     ) -> None:
         self.fn = fn
         self.jit = jit
+        self.x64 = jit or bool(jax.config.jax_enable_x64)
         self.wrap = wrap or (lambda index, array: wrap_array(array))
         self._made: dict[tuple[int, ...], tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._seconds: dict[tuple[int, ...], DifferentiableProgram] = {}
@@ -127,6 +128,7 @@ class DifferentiableProgram:
                 return tuple(map(_conjugate, vjp(_full_cotangents(results, tuple(map(_conjugate, given))))))
 
             program = self._seconds[wanted] = DifferentiableProgram(backward_of, jit=self.jit)
+            program.x64 = self.x64
         return program
 
     def pushed(self, wanted: tuple[int, ...], count: int) -> DifferentiableProgram:
