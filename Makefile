@@ -1,4 +1,4 @@
-# make setup | test | demo | lint | bench | conformance | clean
+# make setup | test | demo | lint | bench | conformance | zoo | clean
 # Other versions: make setup TORCH=2.13.0 VISION=   (an empty VISION: no torchvision, nor what needs it)
 
 TORCH   ?= 2.14.1
@@ -27,7 +27,7 @@ CODE  := $(SOURCES) $(wildcard tests examples benchmarks)
 # $(call timed,name,command): run it, and say how long it took.
 timed = { started=$$SECONDS; $(2); echo "-- $(1): $$((SECONDS - started)) s"; }
 
-.PHONY: help setup test demo lint format bench conformance clean
+.PHONY: help setup test demo lint format bench conformance zoo clean
 
 help:
 	@grep -E '^# make|^# Other' Makefile | cut -c3-
@@ -66,6 +66,10 @@ bench: setup
 
 conformance: setup
 	@$(PY) -m torchax_core.testing --workers $(WORKERS) --json build/conformance.json --html build/conformance.html $(ARGS)
+
+zoo: setup
+	@mkdir -p build
+	@$(PY) tests/models/zoo.py --json build/zoo.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache
