@@ -43,17 +43,13 @@ class Call:
 
     body:      arrays -> tuple of arrays; with `draws`, two more inputs, a random key and a count.
     arrays:    the inputs, with None where a tensor of the graph goes.
-    wide:      whether 64-bit types are on in the body.
     wanted:    places of the inputs that gradients are with respect to; empty for a call without a backward.
     results:   avals of the results.
     residuals: avals of what the forward hands its backward.
     """
 
-    def __init__(
-        self, body: Callable[..., Any], arrays: list[Any], tensors: list[Any], *, draws: bool, wide: bool = True
-    ) -> None:
+    def __init__(self, body: Callable[..., Any], arrays: list[Any], tensors: list[Any], *, draws: bool) -> None:
         self.body = body
-        self.wide = wide
         self.arrays = arrays
         self.draws = draws
         self.places = [i for i, a in enumerate(arrays) if a is None]
@@ -70,7 +66,7 @@ class Call:
         full = list(self.arrays)
         for place, array in zip(self.places, tensors, strict=True):
             full[place] = array
-        with self._types():
+        with jax.enable_x64(True):
             if not self.wanted:
                 return list(self.body(*full, *random)), []
 
@@ -92,12 +88,8 @@ class Call:
             next(given).astype(r.dtype) if _is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0)
             for r in self.results
         )
-        with self._types():
+        with jax.enable_x64(True):
             return list(vjp(cotangents))
-
-    def _types(self) -> Any:
-        """64-bit types on for lowerings; for a user's own function, JAX as the user has set it up."""
-        return jax.enable_x64(self.wide or bool(jax.config.jax_enable_x64))
 
     def look(self, wanted: tuple[int, ...]) -> None:
         """Learn the shapes of results and residuals. Raises Declined if the definition declines these arguments, and
@@ -270,7 +262,7 @@ def _of_function(definition: Definition, args: Any, kwargs: Any) -> Any:
         return flat
 
     with _disable_current_modes():
-        call = Call(body, [None] * len(tensors), [_empty(t) for t in tensors], draws=False, wide=False)
+        call = Call(body, [None] * len(tensors), [_empty(t) for t in tensors], draws=False)
     results = _emit(call, tensors)
     return jax.tree.unflatten(structure[0], results)
 
