@@ -28,8 +28,11 @@ def hermitian(*shape, dtype=torch.float64, seed=0):
 
 
 def views_of(a):
-    """The same matrices with other strides: as they are, transposed in memory, expanded from one."""
-    return [a, a.mT.contiguous().mT, a[:1].expand(3, *a.shape[1:])]
+    """The same matrices with other strides: as they are, and if they are real, transposed in memory, expanded from one.
+
+    Each compiles anew. What torch's formulas ask strides for, they ask of real matrices only.
+    """
+    return [a] if a.is_complex() else [a, a.mT.contiguous().mT, a[:1].expand(3, *a.shape[1:])]
 
 
 # -- eigenvalues and singular values -----------------------------------------------------------------------------------
@@ -118,7 +121,7 @@ def test_householder(size, dtype):
     assert_matches_torch(torch.geqrf, a)
     reflectors, tau = torch.geqrf(a)
     assert_matches_torch(torch.linalg.householder_product, reflectors, tau, grad=True)
-    for left, transpose in [(True, False), (True, True), (False, False), (False, True)]:
+    for left, transpose in [(True, False), (True, True), (False, False), (False, True)][: 4 if size == (4, 2) else 1]:
         other = matrix(2, *((4, 3) if left else (3, 4)), dtype=dtype, seed=1)
         assert_matches_torch(torch.ormqr, reflectors, tau, other, left=left, transpose=transpose, grad=left)
 
@@ -180,9 +183,13 @@ def test_old_triangular_solve(transpose, dtype):
 @REAL_AND_COMPLEX
 @pytest.mark.parametrize("left", [True, False])
 def test_solve(left, dtype):
-    for a in views_of(well_conditioned(2, 3, 3, dtype=dtype)):
+    for a in views_of(well_conditioned(2, 3, 3, dtype=dtype))[: 3 if left else 1]:
         b = matrix(*((3, 4) if left else (4, 3)), dtype=dtype, seed=1)
         assert_matches_torch(torch.linalg.solve, a, b, left=left, grad=True)
+
+
+def test_solve_for_vectors():
+    dtype = torch.complex128
     assert_matches_torch(torch.linalg.solve, well_conditioned(3, 3, dtype=dtype), matrix(3, dtype=dtype, seed=1))
     assert_matches_torch(torch.linalg.solve, well_conditioned(2, 3, 3, dtype=dtype), matrix(2, 3, dtype=dtype, seed=1))
 
@@ -213,8 +220,7 @@ def test_solve_inside_jit_checks_nothing():
 
 @REAL_AND_COMPLEX
 def test_inv(dtype):
-    for a in views_of(well_conditioned(2, 3, 3, dtype=dtype)):
-        assert_matches_torch(torch.linalg.inv, a, grad=True)
+    assert_matches_torch(torch.linalg.inv, well_conditioned(2, 3, 3, dtype=dtype), grad=True)
 
 
 @REAL_AND_COMPLEX
@@ -236,7 +242,7 @@ def test_lu(size, dtype):
     a = matrix(2, *size, dtype=dtype)
     assert_matches_torch(torch.linalg.lu_factor_ex, a)
     assert_matches_torch(torch.linalg.lu, a, grad=min(size) > 0)
-    for wanted in [(True, False), (False, True)]:
+    for wanted in [(True, False), (False, True)] if size == (4, 2) else []:
         assert_matches_torch(torch.lu_unpack, *torch.linalg.lu_factor(a), *wanted)
 
 
@@ -249,9 +255,11 @@ def test_lu_without_pivoting():
     assert torch.equal(lower.cpu().triu(), torch.eye(4, 3, dtype=a.dtype).expand(2, 4, 3))
 
 
-@REAL_AND_COMPLEX
-@pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("adjoint", [True, False])
+@pytest.mark.parametrize(
+    ("adjoint", "left", "dtype"),
+    [(adjoint, left, torch.complex128) for adjoint in (True, False) for left in (True, False)]
+    + [(False, True, torch.float64)],
+)
 def test_lu_solve(adjoint, left, dtype):
     lu, pivots = torch.linalg.lu_factor(matrix(2, 3, 3, dtype=dtype))
     b = matrix(*((1, 3, 2) if left else (1, 2, 3)), dtype=dtype, seed=1)
@@ -261,15 +269,13 @@ def test_lu_solve(adjoint, left, dtype):
 @REAL_AND_COMPLEX
 @pytest.mark.parametrize("as_hermitian", [True, False])
 def test_ldl(as_hermitian, dtype):
-    for n in (2, 6):
-        a = matrix(2, n, n, dtype=dtype)
-        a = a + (a.mH if as_hermitian else a.mT)
-        if n == 6:
-            a.diagonal(0, -2, -1).zero_()  # every pivot is 2 by 2
-        assert_matches_torch(torch.linalg.ldl_factor_ex, a, hermitian=as_hermitian)
-        factors, pivots = torch.linalg.ldl_factor(a, hermitian=as_hermitian)
-        b = matrix(2, n, 2, dtype=dtype, seed=1)
-        assert_matches_torch(torch.linalg.ldl_solve, factors, pivots, b, hermitian=as_hermitian, rtol=1e-6, atol=1e-8)
+    a = matrix(2, 6, 6, dtype=dtype)
+    a = a + (a.mH if as_hermitian else a.mT)
+    a[1].diagonal().zero_()  # every pivot is 2 by 2
+    assert_matches_torch(torch.linalg.ldl_factor_ex, a, hermitian=as_hermitian)
+    factors, pivots = torch.linalg.ldl_factor(a, hermitian=as_hermitian)
+    b = matrix(2, 6, 2, dtype=dtype, seed=1)
+    assert_matches_torch(torch.linalg.ldl_solve, factors, pivots, b, hermitian=as_hermitian, rtol=1e-6, atol=1e-8)
 
 
 # -- least squares and pseudoinverse -----------------------------------------------------------------------------------
