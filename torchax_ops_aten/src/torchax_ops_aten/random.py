@@ -287,6 +287,7 @@ def multinomial(self, num_samples, replacement=False, *, key):
         name = type_name(torch_dtype(self.dtype))
         raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {name}")
     _require(num_samples > 0, "cannot sample n_sample <= 0 samples")
+    _require(self.shape[-1] <= 2**24, "number of categories cannot exceed 2^24")
     enough = replacement or num_samples <= self.shape[-1]
     _require(enough, "cannot sample n_sample > prob_dist.size(-1) samples without replacement")
     weights = self.astype(_compute_dtype(self.dtype))
