@@ -312,3 +312,32 @@ def test_what_is_replaced_is_reused() -> None:
     held = state.jax()
     double()
     assert held[0] == 8 and state[0].item() == 16
+
+
+@pytest.mark.parametrize("leaf", ["base", "view"])
+def test_gradients_of_views_that_are_closed_over(leaf: str) -> None:
+    def gradient(device: str, jitted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        base = torch.arange(6.0).reshape(2, 3).clone().to(device)
+        if leaf == "base":
+            base.requires_grad_()
+        row, other = base[0], base.t()[1]
+        if leaf == "view":
+            row, other = row.detach().requires_grad_(), other.detach()
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return (x * row).sum() + (other**2).sum() * x.sum()
+
+        x = torch.full((3,), 2.0, device=device, requires_grad=True)
+        (torchax_core.jit(run) if jitted else run)(x).backward()
+        grads = [x.grad, base.grad if leaf == "base" else row.grad]
+        return tuple(g.cpu() for g in grads)
+
+    for got, want in zip(gradient("jax", True), gradient("cpu", False), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_overlapping_views_that_want_gradients_each() -> None:
+    base = torch.ones(2, 3, device="jax")
+    row, column = base[0].detach().requires_grad_(), base.t()[1].detach().requires_grad_()
+    with pytest.raises(RuntimeError, match="2 views of one storage"):
+        torchax_core.jit(lambda x: (x * row).sum() + column.sum())(torch.ones(3, device="jax", requires_grad=True))

@@ -564,13 +564,38 @@ class _Program:
             if store is not None:
                 store.write(outputs[at])
 
+    def _wanting_gradients(self) -> dict[int, torch.Tensor]:
+        """For storages that want gradients, by identity, a tensor over the whole of each that carries them to where they go."""
+        whole: dict[int, torch.Tensor] = {}
+        views: dict[int, tuple[Storage, list[torch.Tensor]]] = {}
+        for tensor, store, wants in self.tensors:
+            # of several tensors over one storage (`w` and `w.detach()`), the one that wants gradients
+            if wants and tensor.__class__ is Tensor:
+                whole[id(store)] = tensor
+            elif wants:
+                views.setdefault(id(store), (store, []))[1].append(tensor)
+        for key, (store, found) in views.items():
+            if key in whole:
+                continue
+            base = found[0]._base
+            if base is None or base.__class__ is not Tensor or not base.requires_grad:
+                if len(found) > 1:
+                    raise RuntimeError(
+                        f"jit({self.owner.name}): {len(found)} views of one storage want gradients each of their own, and their "
+                        "elements may overlap. Pass them as arguments, or let their base want the gradients."
+                    )
+                view = found[0]  # a leaf
+                base = share_tensor(store, Aval.of(store.array.shape, store.stride, view.dtype))
+                base = torch.as_strided_scatter(base, view, view.shape, view.stride(), view.storage_offset())
+            whole[key] = base
+        return whole
+
     def _run_differentiable(self, leaves: list[Any]) -> Any:
         """A function whose results still want gradients: its backward is jax.vjp's, compiled too."""
         random = self.environment.random
         operands: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
         operands += [leaves[place] for place in self.argument_places]
-        # of several tensors over one storage (`w` and `w.detach()`), the one that wants gradients
-        owner = {id(store): tensor for tensor, store, wants in self.tensors if wants and tensor.__class__ is Tensor}
+        owner = self._wanting_gradients()
         for kind, i in self.input_order:
             if kind == "store":
                 store = self.captured[i]
