@@ -146,7 +146,7 @@ def test_out_of_another_dtype_follows_torch() -> None:
             torch.sum(x, 0, out=torch.empty((), **integer)).tolist(),
             torch.prod(x, 0, out=torch.empty((), **integer)).tolist(),
             torch.cumsum(x, 0, out=torch.empty(3, **integer)).tolist(),
-            torch.arange(0, 3.5, out=torch.empty(4, **integer)).tolist(),
+            torch.arange(0, 3.5, out=torch.empty(0, **integer)).tolist(),  # 3 elements before torch 2.14, then 4
         ]
 
     assert outs("jax") == outs("cpu")
