@@ -341,3 +341,26 @@ def test_overlapping_views_that_want_gradients_each() -> None:
     row, column = base[0].detach().requires_grad_(), base.t()[1].detach().requires_grad_()
     with pytest.raises(RuntimeError, match="2 views of one storage"):
         torchax_core.jit(lambda x: (x * row).sum() + column.sum())(torch.ones(3, device="jax", requires_grad=True))
+
+
+def test_a_detached_alias_from_outside_gets_no_gradients() -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0], device="jax", requires_grad=True)
+    detached, row = weight.detach(), weight.detach()[1:]
+    x = torch.ones(3, device="jax", requires_grad=True)
+    functions = [
+        lambda x: (x * weight * detached).sum(),
+        lambda x: (x * detached * weight).sum(),
+        lambda x: (F.linear(x, detached) * weight).sum(),
+        lambda x: (x * weight).sum() * row.sum(),
+        lambda x: (x * weight).sum() * torch.cat([row, row]).sum(),
+    ]
+    for function in functions:
+        grads = []
+        for run in (function, torchax_core.jit(function)):
+            weight.grad = x.grad = None
+            run(x).backward()
+            grads.append((weight.grad.clone(), x.grad.clone()))
+        torch.testing.assert_close(*grads)
+    weight.grad = None
+    torchax_core.jit(lambda a, b: (a * b).sum())(weight, weight.detach()).backward()
+    assert weight.grad.tolist() == [1, 2, 3]

@@ -82,6 +82,7 @@ def keep_whole(func: Any) -> None:
                 return _run(kernel, decompose, args, kwargs)
             trace.lift_all(args)
             trace.lift_all(kwargs.values())
+            args, kwargs = trace.cut_unwanted(args, kwargs)
             result = _run(kernel, decompose, args, kwargs)
             trace.note(result)
             return result

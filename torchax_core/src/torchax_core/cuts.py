@@ -7,6 +7,7 @@ cuts are then written into the program, as `jax.lax.stop_gradient`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from torchax_core.opset import ViewRules
 from torchax_core.tensor import Storage, Tensor, become
 from torchax_core.view import ROOT, View, make_view
 
-__all__ = ["cut", "detach_in_place", "in_no_grad", "run_kernel"]
+__all__ = ["cut", "cut_unwanted", "detach_in_place", "in_no_grad", "run_kernel"]
 
 _detach = torch.ops.aten.detach.default
 
@@ -82,6 +83,20 @@ def cut(store: Storage) -> None:
     """End the gradients of a value just made."""
     if jnp.issubdtype(store.array.dtype, jnp.inexact):
         store.array = jax.lax.stop_gradient(store.array)
+
+
+def cut_unwanted(values: Any, captured: Callable[[Storage], bool]) -> Any:
+    """Arguments, with those that the function has from outside and that want no gradients as ones whose gradients end.
+
+    A tensor may share its storage, the program's input, with one that does want them: `w.detach()` beside `w`.
+    """
+    if isinstance(values, dict):
+        return {name: cut_unwanted(value, captured) for name, value in values.items()}
+    if values.__class__ in (list, tuple):
+        return type(values)(cut_unwanted(value, captured) for value in values)
+    if isinstance(values, Tensor) and not values.requires_grad and captured(values._store):
+        return _detached(values) if jnp.issubdtype(values._store.array.dtype, jnp.inexact) else values
+    return values
 
 
 def detach_in_place(tensor: Tensor) -> None:

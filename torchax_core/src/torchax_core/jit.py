@@ -286,6 +286,7 @@ class _Program:
                 tensor = make_tensor(tracer, leaf._aval)
                 stores[id(leaf._store)] = tensor._store
                 placeholders[place] = (tensor._store, tracer)
+                trace.arguments.add(id(tensor._store))
             inner[place] = tensor.requires_grad_(leaf.requires_grad)
         before = (active.trace, active.kernels)
         active.trace = trace

@@ -78,6 +78,10 @@ class PureTrace:
         """The look-up that replaces the environment's."""
         return _PureKernels(self, environment)
 
+    def cut_unwanted(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """As they are: what gradients are wanted of, jax knows."""
+        return args, kwargs
+
     def lift_all(self, values: Any) -> None:
         """Remember every Tensor in nested lists of arguments."""
         for value in values:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from torchax_core.convert import is_traced
-from torchax_core.cuts import cut, in_no_grad, run_kernel
+from torchax_core.cuts import cut, cut_unwanted, in_no_grad, run_kernel
 from torchax_core.random import RandomState
 from torchax_core.tensor import Storage, Tensor, active
 
@@ -94,6 +94,12 @@ class Lifted:
         return self.store.array is not self.tracer
 
 
+@functools.cache
+def _only_reads(func: Any) -> bool:
+    """Whether the op neither writes to an argument nor returns a view of one."""
+    return all(argument.alias_info is None for argument in func._schema.arguments)
+
+
 class _TracingKernels:
     """The look-up from op to kernel while tracing: every call lifts its arguments first and notes its results."""
 
@@ -109,11 +115,14 @@ class _TracingKernels:
         return functools.partial(self._call, func, kernel)
 
     def _call(self, func: Any, kernel: Any, args: Any, kwargs: Any) -> Any:
-        self.trace.lift_all(args)
+        trace = self.trace
+        trace.lift_all(args)
         if kwargs:
-            self.trace.lift_all(kwargs.values())
-        result = run_kernel(func, kernel, args, kwargs, watched=self.trace.watched)
-        self.trace.note(result)
+            trace.lift_all(kwargs.values())
+        if _only_reads(func):
+            args, kwargs = trace.cut_unwanted(args, kwargs)
+        result = run_kernel(func, kernel, args, kwargs, watched=trace.watched)
+        trace.note(result)
         return result
 
 
@@ -128,6 +137,7 @@ class Trace:
         self.reset_grads: set[int] = set()
         self._met_grads: set[int] = set()
         self.modules: dict[int, torch.nn.Module] = {}
+        self.arguments: set[int] = set()  # storages of the function's own arguments, by identity
         self.host_inputs: list[tuple[Callable[[], Any], Any]] = []
         self.guards: list[tuple[str, Callable[[], Any], Any]] = []
         self.cleanups: list[Callable[[], None]] = []
@@ -173,6 +183,16 @@ class Trace:
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = (tensor, store)
             self._note_grad(tensor)
+
+    def cut_unwanted(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a call, as those see them that will differentiate the program (cuts.py)."""
+        if not self.watched or not torch.is_grad_enabled():
+            return args, kwargs
+
+        def captured(store: Storage) -> bool:
+            return id(store) in self.lifted or id(store) in self.arguments
+
+        return cut_unwanted(args, captured), kwargs and cut_unwanted(kwargs, captured)
 
     def _note_grad(self, tensor: Tensor) -> None:
         """Keep what `.grad` was before the trace, to put it back."""
