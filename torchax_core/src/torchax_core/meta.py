@@ -122,7 +122,10 @@ def _run_on_cpu(func: Any, positional: list[Any], keywords: dict[str, Any], erro
         warnings.simplefilter("ignore")
         try:
             return func(*positional, **keywords)
-        except NotImplementedError:  # no kernel there: the meta kernel's verdict stands, unless it only stumbled
+        except NotImplementedError as cpu_error:
+            if "not implemented for" in str(cpu_error):  # a kernel, but not for this dtype
+                raise cpu_error from None
+            # no kernel there: the meta kernel's verdict stands, unless it only stumbled
             if isinstance(error, (AttributeError, NameError)):
                 return NO_META
             raise error from None
