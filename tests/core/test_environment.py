@@ -180,3 +180,14 @@ def test_log_of_ops() -> None:
     )
     assert "torchax: aten.add.Tensor(float32[2], float32[2]) -> float32[2]" in done.stderr
     assert "aten.linear" in done.stderr
+
+
+def test_clear_caches() -> None:
+    x = torch.ones(3, device="jax")
+    step = torchax_core.jit(lambda x: x * 2)
+    before = [(x + x).tolist(), x[1:].mul_(1).tolist(), step(x).tolist()]
+    kernel = torchax_core.default_env()._kernel(torch.ops.aten.add.Tensor)
+    assert kernel.entries
+    torchax_core.clear_caches()
+    assert not kernel.entries and not kernel.forms
+    assert [(x + x).tolist(), x[1:].mul_(1).tolist(), step(x).tolist()] == before

@@ -5,6 +5,7 @@ x = torch.randn(3, 4, device="jax")
 """
 
 from torchax_core import errors
+from torchax_core.caches import clear_caches
 from torchax_core.checkpoint import load_checkpoint, save_checkpoint
 from torchax_core.config import Config
 from torchax_core.control_flow import register as _register_control_flow
@@ -41,6 +42,7 @@ __all__ = [
     "ALWAYS_BOOL",
     "AS_GIVEN",
     "BOOL_TO_LONG",
+    "clear_caches",
     "compile",
     "COMPLEX_TO_FLOAT",
     "Config",

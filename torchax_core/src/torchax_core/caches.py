@@ -1,15 +1,34 @@
-"""The persistent compilation cache: a new process reads compiled programs from disk instead of compiling again.
+"""Compiled programs: kept on disk, for a new process to read instead of compiling again; and forgotten, to free memory.
 
 Source: https://docs.jax.dev/en/latest/persistent_compilation_cache.html
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+import sys
 
 import jax
 
-__all__ = ["use_compilation_cache"]
+from torchax_core.kernel import forget_signatures
+
+__all__ = ["clear_caches", "use_compilation_cache"]
+
+
+def clear_caches() -> None:
+    """Forget every compiled program, of eager ops, of torchax_core.jit and of JAX: what runs next is compiled anew.
+
+    A program takes 0.1 to 1 MB of memory or more, and every new signature of an op is one.
+    Source: https://docs.jax.dev/en/latest/_autosummary/jax.clear_caches.html
+    """
+    forget_signatures()
+    jax.clear_caches()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # glibc keeps what was freed in small pieces, most of it here, from the system
+        trim(0)
 
 
 def use_compilation_cache(folder: str | os.PathLike[str]) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ __all__ = [
     "LoweringKernel",
     "ViewKernel",
     "arrays_of",
+    "forget_signatures",
     "wrap_results",
 ]
 
@@ -174,6 +176,17 @@ def _declining(entry: _Entry) -> _Entry:
     return entry
 
 
+_all: weakref.WeakSet[LoweringKernel] = weakref.WeakSet()
+
+
+def forget_signatures() -> None:
+    """Let every kernel start anew, without compiled programs."""
+    for kernel in list(_all):
+        kernel.calls.clear()
+        kernel.forms.clear()
+        kernel.entries.clear()
+
+
 class LoweringKernel:
     """Runs a functional op through a pure JAX function (a lowering), or through torch code traced into one."""
 
@@ -199,6 +212,7 @@ class LoweringKernel:
         self.entries: dict[Any, _Entry] = {}
         self.calls: list[Callable[[Any, Any], Any]] = []  # of `forms`, in order
         self.forms: dict[Any, Form] = {}
+        _all.add(self)
 
     # -- the call --------------------------------------------------------------------------------
 
