@@ -1,4 +1,4 @@
-"""Every op of PyTorch's op database, once per mode in float32, against CPU torch. `make conformance` runs all of it.
+"""A third of PyTorch's op database, once per mode in float32, against CPU torch. `make conformance` runs all of it.
 
 What fails, and why it must, stands in known_failures.toml.
 """
@@ -11,17 +11,18 @@ import pytest
 import torchax_core  # noqa: F401  # makes the device
 from torchax_core.conformance import Options, Report, cells, known_failures, ops_of, sweep
 
-SHARDS = 8  # so that test processes share them; each is every eighth op
+SHARDS = 12  # so that test processes share them; each is every twelfth op
+RUN = (1, 4, 7, 10)  # what fits the time that `make test` has
 KNOWN = known_failures(Path(__file__).parent / "known_failures.toml")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", range(1, SHARDS + 1))
-def test_every_op_once_per_mode(shard):
+@pytest.mark.parametrize("shard", RUN)
+def test_ops_once_per_mode(shard):
     todo = cells(dtypes="float32", shard=f"{shard}/{SHARDS}")
     results = sweep(todo, Options(max_samples=1, quick=True))
     report = Report({}, KNOWN, {result.cell: result for result in results})
-    assert len(report.results) == len(todo) > 300
+    assert len(report.results) == len(todo) > 200
     failures = [f"{x.status} {x.cell}: {x.message}" for x in report.failures()]
     assert not failures, "\n".join(
         ["again: torchax conformance --quick --max-samples 1 --dtypes float32 -v --ops OP --mode MODE", *failures]

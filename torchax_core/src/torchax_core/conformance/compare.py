@@ -141,7 +141,7 @@ def assert_same(
     formats:   whether torch promises one.
     """
     if values:
-        actual = ties_settled(op, sample, actual, expected)
+        actual = ties_settled(op, sample, actual, expected, batched=what == "vmap")
     if _GAUGE.search(op.full_name):
         process = sample.output_process_fn_grad
         if values and not _is_same(actual, expected):

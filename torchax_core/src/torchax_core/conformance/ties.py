@@ -16,8 +16,11 @@ __all__ = ["ties_settled"]
 _DIM = {"sort": (0, -1), "argsort": (0, -1), "topk": (1, -1), "kthvalue": (1, -1)}
 
 
-def ties_settled(op: OpInfo, sample: SampleInput, actual: Any, expected: Any) -> Any:
-    """`actual` with torch's indices in the place of others that name equal elements, each once along the dimension."""
+def ties_settled(op: OpInfo, sample: SampleInput, actual: Any, expected: Any, *, batched: bool = False) -> Any:
+    """`actual` with torch's indices in the place of others that name equal elements, each once along the dimension.
+
+    batched: the results have a first dimension more, of vmap over inputs of one order.
+    """
     x = sample.input
     if op.name not in _DIM or sample.kwargs.get("stable") or not isinstance(x, torch.Tensor) or x.dim() == 0:
         return actual
@@ -27,7 +30,12 @@ def ties_settled(op: OpInfo, sample: SampleInput, actual: Any, expected: Any) ->
 
     leaves, tree = pytree.tree_flatten(actual)
     theirs = pytree.tree_leaves(expected)
-    if leaves and len(leaves) == len(theirs) and _equally_right(x, dim, leaves[-1], theirs[-1]):
+    if not leaves or len(leaves) != len(theirs):
+        return actual
+    parts = [(leaves[-1], theirs[-1])]
+    if batched and leaves[-1].shape == theirs[-1].shape:
+        parts = list(zip(leaves[-1], theirs[-1], strict=True))
+    if all(_equally_right(x, dim, one, other) for one, other in parts):
         leaves[-1] = theirs[-1].to(leaves[-1].device)
     return pytree.tree_unflatten(leaves, tree)
 
