@@ -26,7 +26,7 @@ from rich.progress import Progress
 import torchax_core  # noqa: F401 - the device
 
 LOSS_RTOL, GRADIENT_ATOL = 1e-5, 2e-5
-"""float32: what summing in another order costs at these sizes. Most parameters' gradients are below 1."""
+"""float32: room for summing in another order, at these sizes."""
 
 Inputs = dict[str, torch.Tensor]
 Case = Callable[[], tuple[torch.nn.Module, Inputs]]

@@ -20,7 +20,7 @@ __all__ = ["clear_caches", "use_compilation_cache"]
 def clear_caches() -> None:
     """Forget every compiled program, of eager ops, of torchax_core.jit and of JAX: what runs next is compiled anew.
 
-    A program takes 0.1 to 1 MB of memory or more, and every new signature of an op is one.
+    Every new signature of an op is a program, of about a megabyte on CPU.
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.clear_caches.html
     """
     forget_signatures()

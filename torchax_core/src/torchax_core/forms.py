@@ -2,7 +2,7 @@
 
 A model calls an op over and over in a form or two: `(tensor, list of ints, bool)`. What of a kernel's work depends on that
 form alone (which arguments are tensors, which are static, how many there are) is done once, by writing the Python function
-that is left: it checks the form, makes the key, and runs the program. It is about twice as fast as walking the schema.
+that is left: it checks the form, makes the key, and runs the program.
 """
 
 from __future__ import annotations

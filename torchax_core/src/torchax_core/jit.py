@@ -492,9 +492,9 @@ class _Program:
         for module, training, parameters, parameter_ids, buffers, buffer_ids in self.modules:
             if module.training is not training:
                 return f"{type(module).__name__}.training became {module.training}"
-            if parameter_ids and [*map(id, parameters.values())] != parameter_ids:
+            if [*map(id, parameters.values())] != parameter_ids:
                 return f"a parameter of {type(module).__name__} was replaced"
-            if buffer_ids and [*map(id, buffers.values())] != buffer_ids:
+            if [*map(id, buffers.values())] != buffer_ids:
                 return f"a buffer of {type(module).__name__} was replaced"
         for tensor, was_none in self.grad_none:
             if (get_grad(tensor) is None) is not was_none:

@@ -115,10 +115,8 @@ def _run_on_cpu(func: Any, positional: list[Any], keywords: dict[str, Any], erro
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     positional, keywords = pytree.tree_map(to_cpu, (positional, keywords))
-    with (
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
-    ):  # a call that turns out well must not move the user's generator
+    # a call that turns out well must not move the user's generator
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return func(*positional, **keywords)

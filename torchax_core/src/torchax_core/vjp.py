@@ -89,14 +89,8 @@ class DifferentiableProgram:
             fn = self.fn
 
             def forward(*arrays: Any) -> Any:
-                def of_wanted(*chosen: Any) -> Any:
-                    full = list(arrays)
-                    for at, value in zip(wanted, chosen, strict=True):
-                        full[at] = value
-                    return tuple(fn(*full))
-
                 with _x64(self):
-                    return jax.vjp(of_wanted, *[arrays[i] for i in wanted])
+                    return jax.vjp(_of_wanted(fn, wanted, arrays), *[arrays[i] for i in wanted])
 
             def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
                 with _x64(self):
@@ -118,17 +112,10 @@ class DifferentiableProgram:
             def backward_of(*values: Any) -> Any:
                 arrays, given = values[:count], values[count:]
 
-                def of_wanted(*chosen: Any) -> Any:
-                    full = list(arrays)
-                    for at, value in zip(wanted, chosen, strict=True):
-                        full[at] = value
-                    return tuple(fn(*full))
-
-                results, vjp = jax.vjp(of_wanted, *[arrays[i] for i in wanted])
+                results, vjp = jax.vjp(_of_wanted(fn, wanted, arrays), *[arrays[i] for i in wanted])
                 return tuple(map(_conjugate, vjp(_full_cotangents(results, tuple(map(_conjugate, given))))))
 
-            program = self._seconds[wanted] = DifferentiableProgram(backward_of, jit=self.jit)
-            program.x64 = self.x64
+            program = self._seconds[wanted] = self._derived(backward_of)
         return program
 
     def pushed(self, wanted: tuple[int, ...], count: int) -> DifferentiableProgram:
@@ -140,17 +127,29 @@ class DifferentiableProgram:
             def tangents_of(*values: Any) -> Any:
                 arrays, given = values[:count], values[count:]
 
-                def of_wanted(*chosen: Any) -> Any:
-                    full = list(arrays)
-                    for at, value in zip(wanted, chosen, strict=True):
-                        full[at] = value
-                    return tuple(fn(*full))
-
-                results, tangents = jax.jvp(of_wanted, tuple(arrays[i] for i in wanted), given)
+                results, tangents = jax.jvp(_of_wanted(fn, wanted, arrays), tuple(arrays[i] for i in wanted), given)
                 return tuple(t for r, t in zip(results, tangents, strict=True) if _is_inexact(r))
 
-            program = self._pushed[wanted] = DifferentiableProgram(tangents_of, jit=self.jit)
+            program = self._pushed[wanted] = self._derived(tangents_of)
         return program
+
+    def _derived(self, fn: Callable[..., Any]) -> DifferentiableProgram:
+        """A program made of this one, which runs as this one does."""
+        program = DifferentiableProgram(fn, jit=self.jit)
+        program.x64 = self.x64
+        return program
+
+
+def _of_wanted(fn: Callable[..., Any], wanted: Sequence[int], arrays: Sequence[Any]) -> Callable[..., Any]:
+    """`fn` as a function of the inputs at the positions `wanted`, the rest being `arrays`."""
+
+    def of_wanted(*chosen: Any) -> Any:
+        full = list(arrays)
+        for at, value in zip(wanted, chosen, strict=True):
+            full[at] = value
+        return tuple(fn(*full))
+
+    return of_wanted
 
 
 def _full_cotangents(results: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
