@@ -23,7 +23,7 @@ from torchax_core.convert import is_traced
 from torchax_core.customs import tracing_functions
 from torchax_core.cuts import cut, in_no_grad, run_kernel
 from torchax_core.errors import SideEffectError
-from torchax_core.tensor import Storage, Tensor, active, resolve_active
+from torchax_core.tensor import Storage, Tensor, active, resolve_active, tensors_among
 
 __all__ = ["PureTrace", "in_jax", "pure"]
 
@@ -84,11 +84,8 @@ class PureTrace:
 
     def lift_all(self, values: Any) -> None:
         """Remember every Tensor in nested lists of arguments."""
-        for value in values:
-            if isinstance(value, Tensor):
-                self.lift(value)
-            elif value.__class__ is list or value.__class__ is tuple:
-                self.lift_all(value)
+        for tensor in tensors_among(values):
+            self.lift(tensor)
 
     def lift(self, tensor: Tensor) -> None:
         """Remember a tensor that is neither an argument nor made inside, with what it held."""

@@ -12,7 +12,7 @@ import functools
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,17 @@ from torchax_core.dtypes import jax_dtype, torch_dtype
 from torchax_core.errors import LeakedTracerError
 from torchax_core.symbolic import control_flow_error
 
-__all__ = ["DEVICE", "Aval", "Storage", "Tensor", "become", "contiguous_stride", "make_tensor", "wrap_array"]
+__all__ = [
+    "DEVICE",
+    "Aval",
+    "Storage",
+    "Tensor",
+    "become",
+    "contiguous_stride",
+    "make_tensor",
+    "tensors_among",
+    "wrap_array",
+]
 
 DEVICE_TYPE = "jax"
 # PrivateUse1 under its first name: device.py renames it to "jax", and this very object then prints as "jax:0".
@@ -413,6 +423,15 @@ def share_tensor(store: Storage, aval: Aval) -> Tensor:
 def wrap_array(array: jax.Array) -> Tensor:
     """A contiguous Tensor over a jax array (or tracer) of any dtype torch has."""
     return make_tensor(array, Aval.contiguous(array.shape, torch_dtype(array.dtype)))
+
+
+def tensors_among(values: Any) -> Iterator[Tensor]:
+    """Every Tensor in nested lists of arguments, in order."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif value.__class__ is list or value.__class__ is tuple:
+            yield from tensors_among(value)
 
 
 def become(target: Tensor, source: Tensor) -> None:

@@ -22,7 +22,7 @@ import torch
 from torchax_core.convert import is_traced
 from torchax_core.cuts import cut, cut_unwanted, in_no_grad, run_kernel
 from torchax_core.random import RandomState
-from torchax_core.tensor import Storage, Tensor, active
+from torchax_core.tensor import Storage, Tensor, active, tensors_among
 
 __all__ = ["Lifted", "Trace", "get_grad", "promote_placeholders", "set_grad", "watching_grads"]
 
@@ -161,11 +161,8 @@ class Trace:
 
     def lift_all(self, values: Any) -> None:
         """Lift every Tensor in nested lists of arguments."""
-        for value in values:
-            if isinstance(value, Tensor):
-                self.lift(value)
-            elif value.__class__ is list or value.__class__ is tuple:
-                self.lift_all(value)
+        for tensor in tensors_among(values):
+            self.lift(tensor)
 
     def lift(self, tensor: Tensor) -> None:
         """Make the tensor's storage an input of the program, if it is not one yet and was not made inside."""
