@@ -18,7 +18,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
 import operator
 import sys
@@ -35,7 +34,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from torchax_core import log
+from torchax_core import collector, log
 from torchax_core.convert import is_traced
 from torchax_core.environment import current_env
 from torchax_core.optimizers import tracing_optimizers
@@ -84,7 +83,12 @@ class JittedFunction:
         program = self._program(leaves, spec)
         if program is None:
             return self.fn(*args, **kwargs)  # inside somebody's jax transformation: part of their program
-        return program.run(leaves)
+        if program.has_run:
+            return program.run(leaves)
+        with collector.paused():  # XLA compiles now
+            results = program.run(leaves)
+        program.has_run = True
+        return results
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The program for these arguments as jax's Lowered: `.as_text()`, `.compile().cost_analysis()`. Runs nothing.
@@ -147,7 +151,8 @@ class JittedFunction:
         reason = failed or _difference(self._last_key, signature)
         self._last_key = signature
         start = time.perf_counter()
-        program = _traced(self, leaves, spec, environment)
+        with collector.paused():
+            program = _traced(self, leaves, spec, environment)
         known = [p for found in self._programs.values() for p in found]
         program.finish(known)
         seconds = time.perf_counter() - start
@@ -249,6 +254,7 @@ class _Program:
         self.born: list[tuple[weakref.ref[Storage], int]] = []
         self.differentiable: DifferentiableProgram | None = None
         self.compiled: Any = None
+        self.has_run = False
         self._trace(leaves)
 
     # -- tracing ---------------------------------------------------------------------------------
@@ -374,7 +380,7 @@ class _Program:
         held = {id(g[1]._store) for g in self.grad_sets if g[1] is not None}
         if any(id(s) not in held for s in survivors):
             del survivors
-            gc.collect()
+            collector.collect_young()
             survivors = trace.survivors()
         for store in survivors:
             if id(store) not in held:
