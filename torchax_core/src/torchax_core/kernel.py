@@ -207,7 +207,7 @@ class LoweringKernel:
         names = {a.name for a in arguments}
         self.key_name = next((n for n in ("random_key", "key") if n in definition.parameters and n not in names), None)
         self.accepted = self._accepted_names()
-        self.func_indexes = self.schema.name.partition("::")[2] in _CPU_INDICES
+        self.func_indexes = self.schema.name.partition("::")[2].rstrip("_") in _CPU_INDICES
         self.depends_on = definition.depends_on
         self.entries: dict[Any, _Entry] = {}
         self.calls: list[Callable[[Any, Any], Any]] = []  # of `forms`, in order
