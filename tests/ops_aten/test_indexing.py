@@ -332,3 +332,16 @@ def test_errors_say_what_torch_says():
     assert "excluding the specified dimension. Got self.shape = [3, 2] source.shape = [2]" in said
     said = assert_same_error(torch.as_strided_scatter, x, x[:2, :2], (2, 2), (200, 200))
     assert "itemsize 4 requiring a storage size of 1604 are out of bounds for storage of size 64" in said
+
+
+@pytest.mark.parametrize("at", [torch.tensor([2, 0]), torch.tensor([True, False, True])])
+def test_indices_may_lie_on_the_cpu(at):
+    """As on every accelerator, for reading and for writing."""
+    x = sample((3, 4), torch.float32)
+    ours, expected = x.to("jax"), x.clone()
+    assert torch.equal(ours[at].cpu(), expected[at])
+    ours[at], expected[at] = 1.0, 1.0
+    ours[..., at[:1].long()] = expected[..., at[:1].long()] = 2.0
+    ours.index_put_((at,), torch.tensor(3.0), accumulate=True)
+    expected.index_put_((at,), torch.tensor(3.0), accumulate=True)
+    assert torch.equal(ours.cpu(), expected)
