@@ -240,6 +240,95 @@ def test_a_pack_that_runs_its_own_ops_while_it_is_imported(fork, folder_of_packs
     assert fork.json(code, CORE, ATEN, folder_of_packs) == [5.0, 5.0]
 
 
+MISFITS = """
+    import jax.numpy as jnp
+    from torchax_core import OpSet, hookimpl
+
+    TORCHAX_PACK_API = 1
+    TORCHAX_NAMESPACES = ("aten",)
+    ops = OpSet("behind")
+
+    @ops.lowering("aten::digamma")
+    def digamma(x):  # lacks `self`, has `x`
+        return x * 0
+
+    @ops.decomposition("aten::lerp.Scalar")
+    def lerp(self, end):  # lacks `weight`
+        return self * 0
+
+    @ops.decomposition("aten::logit")
+    def logit(one, two=None):  # fits: torch passes by position
+        return one.erfinv()
+
+    @ops.view("aten::transpose.int")
+    def transpose(self, dim0):  # lacks `dim1`
+        return self
+
+    @ops.lowering("aten::erfinv")
+    def erfinv(self):
+        return jnp.full_like(self, 6)
+
+    @hookimpl
+    def torchax_op_sets():
+        return [ops]
+"""
+
+
+def test_definitions_that_do_not_fit_the_installed_torch(fork, folder_of_packs):
+    folder_of_packs.add_pack("behind", MISFITS)
+    code = """
+        import json, warnings
+        import torch, torchax_core
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            x = torch.empty(2, device="jax")
+            found = [torch.erfinv(x).tolist(), torch.logit(x).tolist()]
+            try:
+                torch.digamma(x)
+            except NotImplementedError as error:
+                found.append(str(error))
+            try:
+                x.digamma_()
+            except NotImplementedError as error:
+                found.append(str(error))
+        said = [str(w.message) for w in caught if issubclass(w.category, torchax_core.errors.PackWarning)]
+        print(json.dumps([*found, said, torch.__version__]))
+    """
+    inverse, logit, error, in_place, warned, version = fork.json(code, CORE, folder_of_packs)
+    assert inverse == [6.0, 6.0] and logit == [6.0, 6.0], "the rest of the pack is used"
+    assert len(warned) == 3
+    for op, argument in (("aten::digamma", "self"), ("aten::lerp.Scalar", "weight"), ("aten::transpose.int", "dim1")):
+        (text,) = [text for text in warned if f" of {op} at {folder_of_packs.path}/behind.py:" in text]
+        assert argument in text and f"torch {version}" in text and "'behind' (behind 1.0)" in text
+    assert all("The pack 'behind' leaves it out: the lowering of aten::digamma" in text for text in (error, in_place))
+
+    done = fork.torchax("packs", CORE, folder_of_packs)
+    assert done.returncode == 1 and "2, 3 left out" in done.stdout and "the view of aten::transpose.int" in done.stdout
+    rows = {row["op"]: row for row in json.loads(fork.torchax("ops --missing --json", CORE, folder_of_packs).stdout)}
+    assert rows["aten::lerp.Scalar"]["pack"] == "behind" and "weight" in rows["aten::lerp.Scalar"]["reason"]
+    done = fork.torchax("doctor", CORE, ATEN, folder_of_packs)
+    assert done.returncode == 1 and "FAIL packs: RuntimeError: the lowering of aten::digamma" in done.stdout
+
+    both = """
+        import json, torch, torchax_core
+        found = [torch.digamma(torch.ones(2, device="jax")).tolist()]
+        try:
+            with torchax_core.Environment(torchax_core.Config(strict=True)):
+                torch.ones(2, device="jax") * 2
+        except torchax_core.errors.PackError as error:
+            found.append("aten::digamma" in str(error))
+        print(json.dumps(found))
+    """
+    (value, raised) = fork.json(both, CORE, ATEN, folder_of_packs)
+    assert value == pytest.approx([-0.5772157] * 2) and raised, (
+        "the next definition runs; a strict one says so later too"
+    )
+    done = fork(
+        "import torch, torchax_core; torch.empty(2, device='jax') * 2", CORE, folder_of_packs, TORCHAX_STRICT="1"
+    )
+    assert done.returncode == 1 and "PackError" in done.stderr and "SignatureError" in done.stderr
+
+
 def test_an_op_that_the_installed_torch_lacks(fork, folder_of_packs):
     folder_of_packs.add_pack(
         "ahead",
@@ -254,6 +343,16 @@ def test_an_op_that_the_installed_torch_lacks(fork, folder_of_packs):
         def tomorrow(self, whatever):
             return self
 
+        @ops.decomposition("aten::composed_tomorrow")
+        def composed(self, whatever):
+            return self
+
+        @ops.view("aten::viewed_tomorrow", "nosuchnamespace::viewed")
+        def viewed(self, whatever):
+            return self
+
+        ops.autocast("fp32", ["aten::invented_tomorrow", "aten::add.Tomorrow"])
+
         @ops.lowering("aten::erfinv")
         def erfinv(self):
             return self + 5
@@ -265,10 +364,23 @@ def test_an_op_that_the_installed_torch_lacks(fork, folder_of_packs):
     )
     done = fork.torchax("ops --missing --pack ahead", CORE, folder_of_packs)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["aten::add.Tomorrow", "aten::invented_tomorrow"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "aten::add.Tomorrow",
+        "aten::composed_tomorrow",
+        "aten::invented_tomorrow",
+        "aten::viewed_tomorrow",
+        "nosuchnamespace::viewed",
+    ]
     assert all("has no such op" in line and "ahead.py:" in line for line in done.stdout.splitlines())
     done = fork.torchax("packs", CORE, folder_of_packs)
     assert done.returncode == 0 and "broken" not in done.stdout
+    code = """
+        import torch, torchax_core
+        x = torch.empty(2, device="jax")
+        with torch.autocast("jax", dtype=torch.bfloat16):
+            print(list(torch.erfinv(x).shape))
+    """
+    assert fork.json(code, CORE, folder_of_packs, TORCHAX_STRICT="1") == [2]
 
 
 def test_a_pack_of_functions_and_of_composite_ops_of_its_own(fork, folder_of_packs):

@@ -39,21 +39,6 @@ BROKEN = {
         """,
         "RuntimeError: half way through",
     ),
-    "wrong_signature": (
-        """
-        from torchax_core import OpSet, hookimpl
-        TORCHAX_PACK_API = 1
-        TORCHAX_NAMESPACES = ("aten",)
-        @hookimpl
-        def torchax_op_sets():
-            ops = OpSet("wrong_signature")
-            @ops.lowering("aten::digamma")
-            def digamma(x):
-                return x * 0
-            return [ops]
-        """,
-        "SignatureError",
-    ),
     "twice": (
         """
         from torchax_core import OpSet, hookimpl

@@ -223,5 +223,5 @@ def _flat_operands(kernel: LoweringKernel, args: Any, kwargs: Any) -> list[Any]:
     return flat
 
 
-for _name in _OUT_FORMS:
-    keep_whole(find_op(_name))
+for _func in filter(None, map(find_op, _OUT_FORMS)):  # a torch without one has nothing to keep
+    keep_whole(_func)

@@ -58,7 +58,7 @@ class ShapeError(TorchaxError, RuntimeError):
 
 
 class PackError(TorchaxError, RuntimeError):
-    """A pack could not be loaded. Names distribution, version, file and line; raised only if TORCHAX_STRICT=1."""
+    """A pack, or a definition of it, could not be loaded. Names what, file and line; raised only if TORCHAX_STRICT=1."""
 
 
 class PackNameError(TorchaxError, ValueError):
@@ -66,7 +66,7 @@ class PackNameError(TorchaxError, ValueError):
 
 
 class PackWarning(UserWarning):
-    """A pack could not be loaded and was left out, with everything it had registered so far."""
+    """A pack could not be loaded and was left out with all it had registered, or a definition of it does not fit and was."""
 
 
 class UnknownPackError(TorchaxError, ValueError):

@@ -491,15 +491,13 @@ class LoweringKernel:
 
         def call(arrays: Sequence[jax.Array]) -> Any:
             if _decomposing.names.count(self.name) > _DEEPEST:
-                chain = " -> ".join(_decomposing.names[-4:])
-                raise OperatorNotFound(
-                    f"no definition of {self.name} for device 'jax': torch's decompositions go round in circles ({chain}). "
-                    f"Give one of these a lowering: env.override_op_definition({self.name!r}, ..., is_jax_function=True)."
-                )
+                raise self._circle()
             outer = _decomposing.names
             _decomposing.names = (*outer, self.name)
             try:
                 return run(arrays)
+            except RecursionError:  # the very signature that is being traced
+                raise self._circle() from None
             finally:
                 _decomposing.names = outer
 
@@ -513,6 +511,12 @@ class LoweringKernel:
             return arrays_of(body(*positional, **filled))
 
         return call
+
+    def _circle(self) -> OperatorNotFound:
+        """What to raise where torch's decompositions of an op lead back to it."""
+        said = active.environment._table.not_found_message(self.func)  # type: ignore[union-attr]
+        chain = " -> ".join(_decomposing.names[-4:])
+        return OperatorNotFound(f"{said}\nTorch's own decompositions of it go round in circles ({chain}).")
 
     def _promoted(self, template: dict[str, Any], metas: dict[str, Any]) -> dict[str, Any]:
         promote = self.definition.promote

@@ -1,7 +1,8 @@
 """Finding packs (entry points of the group `torchax.op_packs`), hosting them (pluggy), and reporting the broken ones.
 
 Discovery happens once a process. What a pack serves is read from the source of its pack module (manifest.py); the pack
-is imported when an op that it serves is first met. A pack that fails is left out with everything it had given so far.
+is imported when an op that it serves is first met. A pack that fails is left out with everything it had given so far; a
+definition that does not fit the torch installed is left out alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pluggy
 
 from torchax_core import hookspecs
 from torchax_core.config import Config
-from torchax_core.errors import PackError, PackNameError, PackWarning, UnknownPackError
+from torchax_core.errors import PackError, PackNameError, PackWarning, SignatureError, UnknownPackError
 from torchax_core.manifest import CONSTANTS, Manifest, read_manifest
 from torchax_core.opset import Definition, OpSet
 from torchax_core.signatures import check_signature
@@ -45,6 +46,8 @@ class Pack:
     error:         None, or what went wrong, with its traceback; a pack with an error serves nothing.
     known:         whether namespaces, ops and functions have been read.
     sets:          its op sets, once they have been asked for.
+    definitions:   what they define, by op name.
+    misfits:       why a definition of theirs is not among these, by op name: it does not fit the torch installed.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Pack:
     functions: frozenset[str] = frozenset()
     sets: list[OpSet] | None = None
     definitions: dict[str, Definition] = dataclasses.field(default_factory=dict)
+    misfits: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def serves(self, op: str) -> bool:
         """Whether the pack says it may define `op`."""
@@ -67,7 +71,7 @@ class Pack:
     def forget(self) -> None:
         """Be as found: nothing read, nothing imported, no fault."""
         self.module, self.error, self.known = None, None, False
-        self.sets, self.definitions = None, {}
+        self.sets, self.definitions, self.misfits = None, {}, {}
 
 
 class PackHost:
@@ -152,7 +156,10 @@ class PackHost:
         return sorted(chosen, key=lambda p: (order.get(p.name, len(order)), p.name))
 
     def definitions(self, pack: Pack, config: Config) -> dict[str, Definition]:
-        """Everything the pack defines, by op name. Imports the pack on first use; empty if it is broken."""
+        """Everything the pack defines, by op name. Imports the pack on first use; empty if it is broken.
+
+        Raises PackError if the pack, or a definition of it, does not fit and `config` is strict.
+        """
         with self._lock:
             if pack.sets is None and pack.error is None:
                 with self._undisturbed(pack) as first:
@@ -164,6 +171,8 @@ class PackHost:
                 self._missed = False
         if missed:
             self._changed()
+        if pack.misfits and config.strict:
+            raise PackError("\n".join(pack.misfits.values()))
         return pack.definitions
 
     @contextlib.contextmanager
@@ -272,12 +281,23 @@ class PackHost:
                         raise PackError(
                             f"{definition.op} is defined twice: by {earlier.origin} and {definition.origin}."
                         )
-                    check_signature(definition)
+            misfits = _take_misfits(definitions)
+            if misfits and config.strict:
+                raise next(iter(misfits.values()))
             pack.sets, pack.definitions = sets, definitions
+            pack.misfits = {op: str(error) for op, error in misfits.items()}
             for call in self.on_load:
                 call(pack)
         except (Exception, SystemExit) as error:
             self._leave_out(pack, error, config)
+            return
+        for why in pack.misfits.values():
+            warnings.warn(
+                f"{why} This definition is left out; the others of the pack {pack.name!r} ({pack.distribution}) are used. "
+                "(TORCHAX_STRICT=1 raises instead.)",
+                PackWarning,
+                stacklevel=2,
+            )
 
     def _ask(self, pack: Pack, hook: str, **arguments: Any) -> Any:
         others = [plugin for plugin in self._manager.get_plugins() if plugin is not pack.module]
@@ -303,7 +323,7 @@ class PackHost:
         """Roll back what the pack has registered, keep the reason, and report it once."""
         if self._manager.has_plugin(pack.name):
             self._manager.unregister(name=pack.name)
-        pack.definitions = {}
+        pack.definitions, pack.misfits = {}, {}
         pack.sets = []
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
         place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -319,6 +339,19 @@ class PackHost:
         if strict:
             raise PackError(pack.error) from cause
         warnings.warn(f"{pack.error}\n(TORCHAX_STRICT=1 raises instead.)", PackWarning, stacklevel=2)
+
+
+def _take_misfits(definitions: dict[str, Definition]) -> dict[str, SignatureError]:
+    """Take out of `definitions` those that do not fit the torch installed: what is wrong with each, by op."""
+    misfits = {}
+    for op, definition in definitions.items():
+        try:
+            check_signature(definition)
+        except SignatureError as error:
+            misfits[op] = error
+    for op in misfits:
+        del definitions[op]
+    return misfits
 
 
 def _distribution(point: Any) -> str:

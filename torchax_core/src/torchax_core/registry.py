@@ -168,6 +168,8 @@ class OpTable:
     def not_found_message(self, func: Any) -> str:
         """What to say of an op nobody defines: the op, the pack that would have it, and the three lines that define it."""
         name = op_name(func)
+        variant = variant_of(func) if func._schema.is_mutable else None
+        names = {name} if variant is None else {name, op_name(variant.twin)}
         namespace = name.partition("::")[0]
         usual = {"aten": "torchax-ops-aten", "prims": "torchax-ops-aten", "torchvision": "torchax-ops-vision"}
         usual["_c10d_functional"] = "torchax-ops-c10d"
@@ -176,6 +178,8 @@ class OpTable:
         broken = [p for p in self.packs if p.error is not None]
         for pack in broken:
             lines.append(f"A pack that may have it is broken: {pack.error}")
+        for pack in self.packs:
+            lines += [f"The pack {pack.name!r} leaves it out: {why}" for op, why in pack.misfits.items() if op in names]
         if not serving:
             if namespace in usual:
                 lines.append(f"No installed pack serves the namespace {namespace!r}: `pip install {usual[namespace]}`.")

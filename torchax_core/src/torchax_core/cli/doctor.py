@@ -84,7 +84,8 @@ def _check_devices() -> str:
 def _check_packs() -> str:
     table = OpTable(Config.from_environment())
     counts = {pack.name: len(table.host.definitions(pack, table.config)) for pack in table.packs}
-    if errors := [pack.error.partition("\n")[0] for pack in table.packs if pack.error]:
+    errors = [pack.error.partition("\n")[0] for pack in table.packs if pack.error]
+    if errors := [*errors, *(why for pack in table.packs for why in pack.misfits.values())]:
         raise RuntimeError("; ".join(errors))
     if not counts:
         raise RuntimeError("no pack is in use: pip install torchax-ops-aten")

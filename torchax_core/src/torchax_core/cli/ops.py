@@ -61,6 +61,9 @@ def _missing(table: OpTable) -> Iterator[dict[str, Any]]:
         if definition.kind != "function" and find_op(definition.op) is None:
             reason = f"defined by {definition.origin}, but torch {torch.__version__} has no such op"
             yield {"op": definition.op, "pack": owner.name, "reason": reason}
+    for pack in table.packs:
+        for op, why in pack.misfits.items():
+            yield {"op": op, "pack": pack.name, "reason": why}
     namespaces = {"aten", *(n for p in table.packs for n in p.namespaces)}
     for name in torch_ops():
         func = find_op(name) if name.partition("::")[0] in namespaces else None

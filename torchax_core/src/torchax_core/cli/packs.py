@@ -16,7 +16,7 @@ __all__ = ["packs"]
 
 
 def packs(as_json: JsonOption = False) -> None:
-    """List the packs installed, highest rank first. Exit code 1 if one is broken."""
+    """List the packs installed, highest rank first. Exit code 1 if one is broken, or has definitions that do not fit."""
     table = OpTable(Config.from_environment())
     rows: list[dict[str, Any]] = []
     for pack in table.packs:
@@ -29,10 +29,11 @@ def packs(as_json: JsonOption = False) -> None:
                 "module": pack.target,
                 "serves": list(serves),
                 "definitions": count,
+                "left_out": pack.misfits,
                 "error": pack.error,
             }
         )
-    broken = [row for row in rows if row["error"]]
+    broken = [row for row in rows if row["error"] or row["left_out"]]
     if as_json:
         print_json(rows)
     elif not rows:
@@ -43,8 +44,9 @@ def packs(as_json: JsonOption = False) -> None:
             counts = [(len(pack.ops), "ops"), (len(pack.functions), "functions")]
             summary = [*pack.namespaces, *(f"{count} {what}" for count, what in counts if count)]
             state = "[red]broken, left out" if row["error"] else str(row["definitions"])
+            state += f", [red]{len(row['left_out'])} left out" if row["left_out"] else ""
             shown.add_row(pack.name, pack.distribution, ", ".join(summary), state)
         Console().print(shown)
         for row in broken:
-            print_text(f"\n{row['error']}")
+            print_text("\n" + "\n".join([row["error"]] if row["error"] else row["left_out"].values()))
     raise typer.Exit(PROBLEM if broken else 0)
