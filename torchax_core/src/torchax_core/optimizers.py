@@ -4,6 +4,7 @@ While a function is traced, hooks around every `optimizer.step()`
 - create lazily made state (exp_avg, ...) before the trace looks at it, so that the first program is also the last;
 - move host-side step counts onto the device, in float64, the precision Python would have computed their powers in;
 - let `lr` be read from the param group before each call: a schedule does not recompile;
+- choose torch's own form for recorded steps (`capturable`) where the plain one asks for a step count's or an `lr`'s value;
 - guard the other settings of the param groups: changing one does.
 
 Source: https://docs.pytorch.org/docs/stable/optim.html
@@ -24,6 +25,9 @@ from torchax_core.customs import tracing_functions
 from torchax_core.tensor import Tensor, active, wrap_array
 
 __all__ = ["tracing_optimizers"]
+
+# Their plain form branches on numbers that it computes from the step count.
+_BRANCHING = (torch.optim.ASGD, torch.optim.RAdam)
 
 
 @contextlib.contextmanager
@@ -66,13 +70,18 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if trace is None or not _is_ours(optimizer):
         return
     _make_state(optimizer, trace)
+    changed = optimizer.__dict__.setdefault("_torchax_settings", [])
     for number, group in enumerate(optimizer.param_groups):
         _guard_settings(trace, optimizer, number, group)
         lr = group.get("lr")
         if isinstance(lr, (int, float)):
             group["lr"] = wrap_array(trace.host_input(lambda g=group: scalar_array(float(g["lr"]))))
             trace.note(group["lr"])
-            optimizer.__dict__.setdefault("_torchax_lrs", []).append((group, lr))
+            changed.append((group, "lr", lr))
+        # the plain foreach forms take no `lr` on the device, or pass lists of tensors on as if they were numbers
+        if group.get("capturable") is False and (group.get("foreach") or isinstance(optimizer, _BRANCHING)):
+            group["capturable"] = True
+            changed.append((group, "capturable", False))
     # torch.optim reads a step count's value with `.item()` unless torch says it is compiling
     optimizer.__dict__["_torchax_compiling"] = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
@@ -83,8 +92,8 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     state = optimizer.__dict__
     if "_torchax_compiling" in state:
         torch.compiler._is_compiling_flag = state.pop("_torchax_compiling")
-    for group, lr in state.pop("_torchax_lrs", ()):
-        group["lr"] = lr
+    for group, name, value in state.pop("_torchax_settings", ()):
+        group[name] = value
 
 
 def _is_ours(optimizer: Optimizer) -> bool:
@@ -97,9 +106,10 @@ def _make_state(optimizer: Optimizer, trace: Any) -> None:
         if init is not None:
             parameters = list(inspect.signature(init).parameters)[1:]
             for group in optimizer.param_groups:
-                missing = any(p.grad is not None and not optimizer.state.get(p) for p in group["params"])
+                missing = [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
                 if missing:
-                    init(group, *[[] for _ in parameters])
+                    with _plain_gradients(missing):
+                        init(group, *[[] for _ in parameters])
         for parameter, state in optimizer.state.items():
             if not isinstance(parameter, Tensor):
                 continue
@@ -107,6 +117,21 @@ def _make_state(optimizer: Optimizer, trace: Any) -> None:
                 if isinstance(value, torch.Tensor) and not isinstance(value, Tensor):
                     wide = value.double() if name == "step" and value.is_floating_point() else value
                     state[name] = wide.to("jax")
+
+
+@contextlib.contextmanager
+def _plain_gradients(parameters: list[torch.Tensor]) -> Iterator[None]:
+    """Gradients that have values, 0, in place of those of the trace: some optimizers make their state in the gradients'
+    shape and dtype. They take up no memory."""
+    traced = [(p, p.grad) for p in parameters]
+    for p, grad in traced:
+        assert grad is not None
+        p.grad = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
+    try:
+        yield
+    finally:
+        for p, grad in traced:
+            p.grad = grad
 
 
 def _guard_settings(trace: Any, optimizer: Optimizer, number: int, group: dict[str, Any]) -> None:
