@@ -270,27 +270,11 @@ def write_jax(tensor: Tensor, function: Callable[..., Any], args: Any, kwargs: A
         )
     if recorded or result.requires_grad:
         return tensor.copy_(result)
-    tensor._write(result._array())  # not copied: the function may have laid it out over devices
+    if tensor.__class__ is Tensor:
+        tensor._store.array = result._array()  # wherever the function laid it out
+    tensor._write(result._array())
     torch.autograd.graph.increment_version(tensor)
     return tensor
-
-
-def automatic(sharding: Any) -> Any:
-    """The sharding with the explicit axes of its mesh (jax.make_mesh's default) as automatic ones: how ops run on shards is
-    XLA's affair."""
-    axis = jax.sharding.AxisType
-    if not isinstance(sharding, jax.sharding.NamedSharding) or axis.Explicit not in sharding.mesh.axis_types:
-        return sharding
-    types = tuple(axis.Auto if t is axis.Explicit else t for t in sharding.mesh.axis_types)
-    mesh = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names, axis_types=types)
-    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-
-
-def constrain(array: jax.Array, sharding: Any) -> jax.Array:
-    """The array laid out by a sharding; in a program, as a constraint on it."""
-    if is_traced(array):
-        return jax.lax.with_sharding_constraint(array, automatic(sharding))
-    return jax.device_put(array, automatic(sharding))
 
 
 _RESULT = object()

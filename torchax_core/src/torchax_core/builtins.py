@@ -17,6 +17,7 @@ from torchax_core.convert import array_from_numpy, array_from_torch, is_traced, 
 from torchax_core.dtypes import jax_dtype
 from torchax_core.layouts import sparse_refused
 from torchax_core.overlap import check_elements_apart
+from torchax_core.placement import sharding_of
 from torchax_core.symbolic import symbol_of_array
 from torchax_core.tensor import Aval, Storage, Tensor, become, contiguous_stride, make_tensor, share_tensor
 from torchax_core.view import AS_STRIDED, ROOT, View, make_view
@@ -279,7 +280,7 @@ def copy_(environment: Any, func: Any) -> Any:
         if not isinstance(src, Tensor):
             if src.shape != self.shape:
                 src = src.expand(self.shape)
-            self._write(array_from_torch(src.to("cpu", self.dtype)))
+            self._write(array_from_torch(src.to("cpu", self.dtype), _sharding(self)))
             return self
         if self._aval.dtype is src._aval.dtype and self._aval.shape == src._aval.shape:
             self._write(src._array())  # arrays do not change: sharing one is copying it
@@ -297,8 +298,13 @@ def copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False)
     if not isinstance(dst, Tensor):
         return dst.copy_(to_cpu(self))  # type: ignore[arg-type]
     source = to_cpu(self) if isinstance(self, Tensor) else self
-    dst._write(array_from_torch(source.to(dst.dtype).expand(dst.shape)))
+    dst._write(array_from_torch(source.to(dst.dtype).expand(dst.shape), _sharding(dst)))
     return dst
+
+
+def _sharding(target: Tensor) -> Any:
+    """How what is copied from the host into `target` is to lie; None for a view, and for what lies on one device."""
+    return sharding_of(target._store.array) if target.__class__ is Tensor else None
 
 
 @_plain("aten::_copy_from_and_resize")

@@ -27,10 +27,13 @@ def is_traced(array: Any) -> bool:
     return isinstance(array, jax.core.Tracer)
 
 
-def array_from_numpy(value: np.ndarray) -> jax.Array:
-    """A jax array holding `value`, dtype kept (64-bit too). `value` must not be written to afterwards."""
+def array_from_numpy(value: np.ndarray, sharding: Any = None) -> jax.Array:
+    """A jax array holding `value`, dtype kept (64-bit too), laid out by a sharding: each device is sent its part only.
+
+    `value` must not be written to afterwards.
+    """
     with jax.enable_x64(True), jax.ensure_compile_time_eval():
-        return jax.device_put(value)
+        return jax.device_put(value, sharding)
 
 
 def zeros_array(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -45,8 +48,8 @@ def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return jax.lax.reshape(array, shape)
 
 
-def array_from_torch(tensor: torch.Tensor) -> jax.Array:
-    """A jax array with a copy of a CPU tensor's values, same shape and dtype.
+def array_from_torch(tensor: torch.Tensor, sharding: Any = None) -> jax.Array:
+    """A jax array with a copy of a CPU tensor's values, same shape and dtype, laid out by a sharding if one is given.
 
     Raises ConversionError for layouts and dtypes that JAX has none of (sparse, quantized).
     """
@@ -58,13 +61,14 @@ def array_from_torch(tensor: torch.Tensor) -> jax.Array:
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dim() > _NUMPY_DIMS:
-        return _reshaped(array_from_torch(tensor.reshape(-1)), tuple(tensor.shape))
+        array = _reshaped(array_from_torch(tensor.reshape(-1)), tuple(tensor.shape))
+        return array if sharding is None else jax.device_put(array, sharding)
     cast = BIT_CAST.get(tensor.dtype)
     if cast is not None:
         value = tensor.contiguous().view(cast[0]).numpy().view(dtype)
     else:
         value = tensor.numpy()
-    return array_from_numpy(np.array(value, copy=True, order="C"))
+    return array_from_numpy(np.array(value, copy=True, order="C"), sharding)
 
 
 def torch_from_array(array: jax.Array) -> torch.Tensor:

@@ -17,8 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchax_core import trees
-from torchax_core.bridge import TorchCode, call_and_capture, call_jax, constrain, torch_view, torch_view_elem
+from torchax_core.bridge import TorchCode, call_and_capture, call_jax, torch_view, torch_view_elem
 from torchax_core.jit import JittedFunction
+from torchax_core.placement import Placed, constrain
 from torchax_core.tensor import Tensor
 
 __all__ = [
@@ -159,7 +160,7 @@ class _DonatingFunction(JittedFunction):
         if given and program.differentiable is None:
             first = 2 + len(program.argument_places)
             given += [first + i for i, donated in enumerate(program.donated) if donated]
-            program.compiled = jax.jit(jec.jaxpr_as_fun(program.jaxpr), donate_argnums=given)
+            program.compiled = Placed(jec.jaxpr_as_fun(program.jaxpr), tuple(given))
         return program
 
 

@@ -38,6 +38,7 @@ from torchax_core import collector, log
 from torchax_core.convert import is_traced
 from torchax_core.environment import current_env
 from torchax_core.optimizers import tracing_optimizers
+from torchax_core.placement import Placed, several_devices, sharding_of, spread
 from torchax_core.tensor import DEVICE_TYPE, Aval, Storage, Tensor, active, make_tensor, share_tensor
 from torchax_core.trace import Trace, get_grad, promote_placeholders, set_grad, watching_grads
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
@@ -221,6 +222,7 @@ _ARRAY, _STORE, _REQUIRES_GRAD, _TRAINING = map(operator.attrgetter, ("array", "
 
 
 class _State:
+_SHARDING = operator.attrgetter("sharding")
     """What a program's guards look at, column by column."""
 
     def __init__(self, tensors: list[Any], modules: list[Any], grad_none: list[Any]) -> None:
@@ -257,6 +259,8 @@ class _Program:
         self.has_run = False
         self._trace(leaves)
 
+        self.layouts: list[Any] | None = None
+        self.chosen: Any = None
     # -- tracing ---------------------------------------------------------------------------------
 
     def _trace(self, leaves: list[Any]) -> None:
@@ -443,7 +447,7 @@ class _Program:
                 return
         numbers = tuple(first + i for i, give in enumerate(self.donated) if give)
         run.__name__ = self.owner.name.rpartition(".")[2].strip("<>") or "step"
-        self.compiled = jax.jit(run, donate_argnums=numbers)
+        self.compiled = Placed(run, numbers)
 
     @functools.cached_property
     def text(self) -> str:
@@ -516,7 +520,8 @@ class _Program:
             return self._run_differentiable(leaves)
         inputs = self._inputs(leaves)
         with jax.enable_x64(True):
-            outputs = self.compiled(*inputs)
+            outputs = compiled(*inputs)
+        compiled = self.compiled.anywhere if not several_devices() else self._laid_out(leaves)
         del inputs  # what was donated is gone
         self.environment.random.count += self.draws
         for target, at in self.writes:
@@ -538,8 +543,33 @@ class _Program:
     def lower(self, leaves: list[Any]) -> Any:
         """The program lowered for these arguments, not run."""
         with jax.enable_x64(True):
-            return self.compiled.lower(*self._inputs(leaves))
+            return compiled.lower(*self._inputs(leaves))
 
+    def _laid_out(self, leaves: list[Any]) -> Any:
+        """The program whose outputs lie on the devices as what they replace does now: state, arguments, gradients."""
+        stores = [t if t.__class__ is Storage else leaves[t]._store for t in self.replaced.values()]
+        layouts = [*map(_SHARDING, map(_ARRAY, stores))]
+        if layouts != self.layouts:
+            leaf_arrays = [
+                leaves[i]._array() if isinstance(leaves[i], Tensor) else leaves[i] for i in self.argument_places
+            ]
+            spread(self.captured, leaf_arrays)
+            self.layouts = [*map(_SHARDING, map(_ARRAY, stores))]
+            shardings: list[Any] = [None] * len(self.jaxpr.out_avals)
+            for at, store in zip(self.replaced, stores, strict=True):
+                shardings[at] = sharding_of(store.array)
+            self.chosen = self.compiled.laid_out(tuple(shardings))
+        return self.chosen
+
+    @functools.cached_property
+    def replaced(self) -> dict[int, Any]:
+        """For outputs that take the place of something: its storage, or the place of the argument that has it."""
+        found = {at: target for target, at in self.writes}
+        found.update({at: tensor._store for tensor, grad, at, _ in self.grad_sets if grad is not None})
+        found.update({at: place for place, at, _ in self.argument_grads})
+        return found
+
+        compiled = self._laid_out(leaves)
     def _inputs(self, leaves: list[Any]) -> list[Any]:
         random = self.environment.random
         inputs: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]

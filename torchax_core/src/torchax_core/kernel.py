@@ -34,6 +34,7 @@ from torchax_core.forms import MISS, Form, form_of
 from torchax_core.meta import NO_META, aval_of_meta, avals_of, meta_of, run_on_meta
 from torchax_core.opset import Definition, ViewDefinition
 from torchax_core.overrides import Declined
+from torchax_core.placement import alike
 from torchax_core.signatures import LEFT_OUT, check_parameters
 from torchax_core.symbolic import array_of_symbol
 from torchax_core.templates import (
@@ -209,6 +210,7 @@ class LoweringKernel:
         self.accepted = self._accepted_names()
         self.func_indexes = self.schema.name.partition("::")[2].rstrip("_") in _CPU_INDICES
         self.depends_on = definition.depends_on
+        self.lies_like_self = _lies_like_self(func)
         self.entries: dict[Any, _Entry] = {}
         self.calls: list[Callable[[Any, Any], Any]] = []  # of `forms`, in order
         self.forms: dict[Any, Form] = {}
@@ -567,6 +569,8 @@ class LoweringKernel:
                     raise
                 if flat_avals is not None:
                     results = self._checked(results, flat_avals)
+                if self.lies_like_self and flat_avals is not None:
+                    results = [alike(results[0], arrays[0]), *results[1:]]
                 results = [jnp.copy(r) if any(r is a for a in arrays) else r for r in results]
             if avals is not None and len(avals) == 1 and isinstance(avals[0], Aval):
                 return results[0]
@@ -746,6 +750,13 @@ def _in_format_of(aval: Any, like: list[torch.Tensor]) -> Any:
         if isinstance(aval, Aval) and len(aval.shape) == 4 and suggest_memory_format(tensor) is format:
             return aval_of_meta(torch.empty(aval.shape, dtype=aval.dtype, device="meta", memory_format=format))
     return aval
+
+
+def _lies_like_self(func: Any) -> bool:
+    """Whether the first result has the size of the first argument and nothing of its values: zeros_like, fill_, normal_."""
+    name = func._schema.name.partition("::")[2]
+    fills = name.endswith("_") and torch.Tag.nondeterministic_seeded in func.tags
+    return fills or name.endswith("_like") or name in ("copy_", "fill_", "zero_")
 
 
 def _flat_avals(avals: list[Any]) -> list[Aval | None]:

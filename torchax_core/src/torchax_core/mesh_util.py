@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core.bridge import automatic
 from torchax_core.functional import jax_jit
 from torchax_core.jittable import extract_all_buffers, tied_names
+from torchax_core.placement import automatic
 from torchax_core.tensor import Tensor
 
 __all__ = ["Mesh", "SingleAxisSharder"]

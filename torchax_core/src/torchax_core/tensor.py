@@ -20,7 +20,8 @@ import torch
 
 from torchax_core.convert import torch_from_array
 from torchax_core.dtypes import jax_dtype, torch_dtype
-from torchax_core.errors import LeakedTracerError
+from torchax_core.errors import LeakedTracerError, ViewWriteError
+from torchax_core.placement import constrain, laid_out_like, several_devices
 from torchax_core.symbolic import control_flow_error
 
 __all__ = [
@@ -127,7 +128,9 @@ class Storage:
         self.stride = stride
 
     def write(self, array: jax.Array) -> None:
-        """Put a new array in the place of the old one."""
+        """Put new values, an array, in the place of the old ones; they lie on the devices as those did."""
+        if several_devices():
+            array = laid_out_like(array, self.array)
         self.array = array
         self.version = next(_tick)
 
@@ -206,13 +209,20 @@ class Tensor(torch.Tensor):
         return write_jax(self, jax_function, args, kwargs)
 
     def shard_(self, sharding: Any) -> Tensor:
-        """Lay the array out by a jax sharding; the values stay what they are. Returns the tensor."""
-        from torchax_core.bridge import constrain
+        """Lay the array out by a jax sharding; the values stay what they are. Returns the tensor.
 
+        Raises ViewWriteError for a view, which has no array of its own.
+        """
+        if self.__class__ is not Tensor:
+            raise ViewWriteError(
+                f"shard_: a view of shape {tuple(self.shape)} lies where its base does. Lay out the base, or a copy: "
+                "`x = torchax_core.train.mark_sharding(x, sharding)`."
+            )
         trace = active.trace
         if trace is not None:
             trace.lift(self)
-        self._write(constrain(self._array(), sharding))
+        self._store.array = constrain(self._array(), sharding)
+        self._write(self._store.array)
         return self
 
     @property

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torchax_core.bridge import call_jax, call_torch, constrain, t2j_iso, torch_view
+from torchax_core.bridge import call_jax, call_torch, t2j_iso, torch_view
 from torchax_core.environment import current_env
 from torchax_core.functional import gradient_checkpoint, jax_value_and_grad
 from torchax_core.jit import JittedFunction, jit
 from torchax_core.jittable import call_with, extract_all_buffers
+from torchax_core.placement import constrain
 from torchax_core.random import RandomState
 
 __all__ = ["ScannedModule", "make_train_step", "mark_sharding", "remat"]

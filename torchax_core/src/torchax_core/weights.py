@@ -15,11 +15,11 @@ import jax
 import numpy as np
 import torch
 
-from torchax_core.bridge import automatic
 from torchax_core.checkpoint import put_into
 from torchax_core.convert import array_from_torch
 from torchax_core.dtypes import BIT_CAST, jax_dtype
 from torchax_core.errors import CheckpointError
+from torchax_core.placement import automatic
 from torchax_core.tensor import Tensor, wrap_array
 
 __all__ = ["load_safetensors", "save_safetensors"]
