@@ -160,6 +160,9 @@ def test_polynomials(name):
     fn = getattr(S, name)
     x = torch.tensor([NAN, INF, -3.0, -1.0, -0.9, -0.3, 0.0, 0.4, 0.5, 0.97, 1.0, 1.5], dtype=torch.float64)
     n = torch.tensor([-1.0, 0.0, 1.0, 2.0, 3.7, 6.0, 7.0, 9.0, 30.0], dtype=torch.float64)
+    assert fn(x[:1].to("jax"), n[3:].to("jax")).isnan().all()
+    if torch.__version__ < (2, 14):  # CPU torch never sets its result for NaN: it is what the element before left there
+        x = x[1:]
     assert_matches_torch(fn, x, n[:, None])
     assert_matches_torch(fn, x.float(), n[:8, None].float(), rtol=1e-4, atol=1e-4)
     assert_matches_torch(fn, x, 4)
