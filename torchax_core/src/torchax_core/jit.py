@@ -219,10 +219,10 @@ class _Result:
 
 
 _ARRAY, _STORE, _REQUIRES_GRAD, _TRAINING = map(operator.attrgetter, ("array", "_store", "requires_grad", "training"))
+_SHARDING = operator.attrgetter("sharding")
 
 
 class _State:
-_SHARDING = operator.attrgetter("sharding")
     """What a program's guards look at, column by column."""
 
     def __init__(self, tensors: list[Any], modules: list[Any], grad_none: list[Any]) -> None:
