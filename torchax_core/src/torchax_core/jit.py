@@ -256,11 +256,11 @@ class _Program:
         self.born: list[tuple[weakref.ref[Storage], int]] = []
         self.differentiable: DifferentiableProgram | None = None
         self.compiled: Any = None
+        self.layouts: list[Any] | None = None
+        self.chosen: Any = None
         self.has_run = False
         self._trace(leaves)
 
-        self.layouts: list[Any] | None = None
-        self.chosen: Any = None
     # -- tracing ---------------------------------------------------------------------------------
 
     def _trace(self, leaves: list[Any]) -> None:
@@ -518,10 +518,10 @@ class _Program:
         """Run on these arguments: gather inputs, call the program, put its outputs where they belong."""
         if self.differentiable is not None:
             return self._run_differentiable(leaves)
+        compiled = self.compiled.anywhere if not several_devices() else self._laid_out(leaves)
         inputs = self._inputs(leaves)
         with jax.enable_x64(True):
             outputs = compiled(*inputs)
-        compiled = self.compiled.anywhere if not several_devices() else self._laid_out(leaves)
         del inputs  # what was donated is gone
         self.environment.random.count += self.draws
         for target, at in self.writes:
@@ -542,6 +542,7 @@ class _Program:
 
     def lower(self, leaves: list[Any]) -> Any:
         """The program lowered for these arguments, not run."""
+        compiled = self._laid_out(leaves)
         with jax.enable_x64(True):
             return compiled.lower(*self._inputs(leaves))
 
@@ -569,7 +570,6 @@ class _Program:
         found.update({at: place for place, at, _ in self.argument_grads})
         return found
 
-        compiled = self._laid_out(leaves)
     def _inputs(self, leaves: list[Any]) -> list[Any]:
         random = self.environment.random
         inputs: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
