@@ -4,7 +4,7 @@ import torch, torchax_core
 x = torch.randn(3, 4, device="jax")
 """
 
-from torchax_core import errors
+from torchax_core import debug, errors
 from torchax_core.caches import clear_caches
 from torchax_core.checkpoint import load_checkpoint, save_checkpoint
 from torchax_core.config import Config
@@ -47,6 +47,7 @@ __all__ = [
     "COMPLEX_TO_FLOAT",
     "Config",
     "current_env",
+    "debug",
     "default_env",
     "disable_globally",
     "disable_temporarily",

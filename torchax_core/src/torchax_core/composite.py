@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
-from torchax_core import log
 from torchax_core.kernel import DirectKernel, LoweringKernel, ViewKernel
 from torchax_core.overrides import DecliningKernel
 from torchax_core.registry import is_composite
@@ -77,8 +76,9 @@ def keep_whole(func: Any) -> None:
                 graph = capturing.call
                 return decompose(*args, **kwargs) if graph is None else graph(kernel, func, args, kwargs)
             if trace is None:
-                if log.ops:
-                    return log.timed(func, args, kwargs, lambda: _run(kernel, decompose, args, kwargs))
+                if environment._watch is not None:
+                    call = functools.partial(_run, kernel, decompose, args, kwargs)
+                    return environment._watch.run(func, args, kwargs, call, whole=True)
                 return _run(kernel, decompose, args, kwargs)
             trace.lift_all(args)
             trace.lift_all(kwargs.values())

@@ -23,6 +23,12 @@ class Config:
     compilation_cache:  folder of a persistent compilation cache: a new process then skips XLA for signatures seen before.
     random_impl:        the jax.random implementation of the environment's key: "threefry2x32", "rbg", "unsafe_rbg".
     donate:             let `torchax_core.jit` reuse the memory of state that it replaces.
+    debug_accuracy:     compare every op with CPU torch: "raise" at the first difference (True means that too), or "warn"
+                        of the first of each op. Jitted functions then run op by op. `TORCHAX_DEBUG=accuracy` sets it.
+    debug_nans:         raise NonFiniteError at the op that makes NaN of inputs without. `TORCHAX_DEBUG=nans` sets it.
+    debug_infs:         the same for infinities. `TORCHAX_DEBUG=infs` sets it.
+
+    The debug fields are read when an Environment is made; `torchax_core.debug` switches them for a block.
     """
 
     packs: tuple[str, ...] | None = None
@@ -33,8 +39,17 @@ class Config:
     compilation_cache: str | None = None
     random_impl: str = "threefry2x32"
     donate: bool = True
+    debug_accuracy: bool | str = False
+    debug_nans: bool = False
+    debug_infs: bool = False
 
     def __post_init__(self) -> None:
+        if self.debug_accuracy is True:
+            self.debug_accuracy = "raise"
+        if self.debug_accuracy not in (False, "warn", "raise"):
+            raise ConfigError(
+                f'Config.debug_accuracy must be False, "warn" or "raise", but is {self.debug_accuracy!r}.'
+            )
         impls = ("threefry2x32", "rbg", "unsafe_rbg")
         if self.random_impl not in impls:
             raise ConfigError(f"Config.random_impl must be one of {impls}, but is {self.random_impl!r}.")
@@ -53,7 +68,7 @@ class Config:
 
     @classmethod
     def from_environment(cls) -> Config:
-        """The default settings, with what the environment variables TORCHAX_PACKS, TORCHAX_STRICT and TORCHAX_CACHE say."""
+        """The default settings, with what TORCHAX_PACKS, TORCHAX_STRICT, TORCHAX_CACHE and TORCHAX_DEBUG say."""
         names = [n.strip() for n in os.environ.get("TORCHAX_PACKS", "").split(",") if n.strip()]
         wanted = tuple(n for n in names if not n.startswith("-"))
         return cls(
@@ -61,4 +76,23 @@ class Config:
             blocked_packs=tuple(n[1:] for n in names if n.startswith("-")),
             strict=os.environ.get("TORCHAX_STRICT", "") not in ("", "0"),
             compilation_cache=os.environ.get("TORCHAX_CACHE") or None,
+            **_debug_fields(os.environ.get("TORCHAX_DEBUG", "")),
         )
+
+
+_DEBUG: dict[str, dict[str, Any]] = {
+    "accuracy": {"debug_accuracy": "raise"},
+    "accuracy:warn": {"debug_accuracy": "warn"},
+    "nans": {"debug_nans": True},
+    "infs": {"debug_infs": True},
+}
+
+
+def _debug_fields(text: str) -> dict[str, Any]:
+    """The fields that TORCHAX_DEBUG sets. Raises ConfigError for a name it has not."""
+    fields: dict[str, Any] = {}
+    for name in filter(None, map(str.strip, text.split(","))):
+        if name not in _DEBUG:
+            raise ConfigError(f"TORCHAX_DEBUG: unknown check {name!r}; choose from {', '.join(_DEBUG)}.")
+        fields |= _DEBUG[name]
+    return fields

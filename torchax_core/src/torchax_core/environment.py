@@ -11,6 +11,7 @@ The autograd engine's own threads run in the environment of the thread that call
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import threading
@@ -141,6 +142,13 @@ class Environment(contextlib.ContextDecorator):
         self._kernels: dict[Any, Any] = {}
         self._lock = threading.RLock()
         self._previous = threading.local()
+        self._root = self  # the environment that this one is the watched twin of
+        self._watch: Any = None  # what watches calls in it (watching.py); None: nothing does
+        self._checks: list[Any] = []
+        if self.config.debug_accuracy or self.config.debug_nans or self.config.debug_infs:
+            from torchax_core.watching import checks_of
+
+            self._checks = checks_of(self.config)
         Environment._all.append(weakref.ref(self))
         if self.config.compilation_cache:
             from torchax_core.caches import use_compilation_cache
@@ -186,8 +194,22 @@ class Environment(contextlib.ContextDecorator):
         return environment._lookup()
 
     def _lookup(self) -> Any:
-        """What a thread asks for kernels: this environment's, or, under TORCHAX_LOG=ops, the same with a line per call."""
-        return log.LoggedKernels(self) if log.ops else self._kernels
+        """What a thread asks for kernels: this environment's, or, where calls are watched, the same with checks around."""
+        if not self._checks and not log.ops:
+            self._watch = None
+            return self._kernels
+        if self._watch is None or self._watch.logs is not log.ops:
+            from torchax_core.watching import Watch
+
+            self._watch = Watch(self, self._checks, logs=log.ops)
+        return self._watch
+
+    def _watched_by(self, check: Any) -> Environment:
+        """This environment, sharing all that it has, with one more check on every call made in it."""
+        twin = copy.copy(self)
+        twin._checks = [*self._checks, check]
+        twin._previous, twin._watch = threading.local(), None
+        return twin
 
     # -- ops -------------------------------------------------------------------------------------
 

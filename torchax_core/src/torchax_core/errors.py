@@ -7,6 +7,8 @@ torch's meta kernels. docs/errors.md explains each class with a worked fix.
 from __future__ import annotations
 
 __all__ = [
+    "AccuracyError",
+    "AccuracyWarning",
     "CheckpointError",
     "ConfigError",
     "ConversionError",
@@ -15,6 +17,7 @@ __all__ = [
     "ForkedProcessError",
     "LeakedTracerError",
     "LoweringMismatchError",
+    "NonFiniteError",
     "OpNameError",
     "OperatorNotFound",
     "PackError",
@@ -75,6 +78,18 @@ class UnknownPackError(TorchaxError, ValueError):
 
 class ConfigError(TorchaxError, ValueError):
     """A setting has a value it cannot take. Names the field, the value and the choices."""
+
+
+class AccuracyError(TorchaxError, RuntimeError):
+    """An op gave another result than CPU torch does for the same inputs. Raised by debug.accuracy; names op and line."""
+
+
+class AccuracyWarning(UserWarning):
+    """As AccuracyError, where Config(debug_accuracy="warn") asks to go on."""
+
+
+class NonFiniteError(TorchaxError, FloatingPointError):
+    """An op made NaN (or inf) of inputs that have none. Raised by debug.nans and debug.infs; names op, inputs and line."""
 
 
 class DataDependentError(TorchaxError, RuntimeError):

@@ -109,7 +109,11 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     if name is not None and name not in _running.names:
         if active.kernels is None:
             resolve_active()
-        result = _call(name, args, kwargs or {})
+        watch = active.environment._watch
+        if watch is None:
+            result = _call(name, args, kwargs or {})
+        else:
+            result = watch.run(func, args, kwargs or {}, lambda: _call(name, args, kwargs or {}), name=name, whole=True)
         if result is not NotImplemented:
             return result
     with torch._C.DisableTorchFunctionSubclass():

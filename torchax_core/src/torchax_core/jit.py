@@ -80,10 +80,15 @@ class JittedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if active.trace is not None:
             return self.fn(*args, **kwargs)
+        watch = current_env()._watch  # of a debug check, or TORCHAX_LOG=ops
+        if watch is not None and watch.eager:
+            return watch.run_eagerly(self.fn, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         program = self._program(leaves, spec)
         if program is None:
             return self.fn(*args, **kwargs)  # inside somebody's jax transformation: part of their program
+        if watch is not None:
+            return watch.jitted(self, program, leaves, lambda: program.run(leaves), args, kwargs)
         if program.has_run:
             return program.run(leaves)
         with collector.paused():  # XLA compiles now
@@ -109,7 +114,7 @@ class JittedFunction:
 
     def _program(self, leaves: list[Any], spec: Any) -> _Program | None:
         """The program for these arguments, traced if there is none yet; None if an argument is traced already."""
-        environment = current_env()
+        environment = current_env()._root
         key: list[Any] = [spec, environment, environment.version, *_torch_state()]
         stores: dict[int, int] = {}
         for i, leaf in enumerate(leaves):

@@ -1,7 +1,9 @@
 """`TORCHAX_LOG=recompiles,ops`: one line per compiled signature or step, and one per op run, on the "torchax" logger.
 
 recompiles: what was compiled, and why: a new op signature, or which guard of a jitted function failed
-ops:        `aten.add.Tensor(float32[2,3], float32[3]) -> float32[2,3]  12.3 us`; each op is waited for
+ops:        `aten.add.Tensor(float32[2,3], float32[3]) -> float32[2,3]  12.3 us, hit`: the time until the op was on its way
+            (JAX computes meanwhile), and whether its program was there or had to be compiled, with XLA's time for it
+ops:sync:   each op is waited for as well: `12.3 us, done after 45.6 us, hit`
 
 The variable is read when the package is imported.
 """
@@ -11,32 +13,38 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from torch.utils import _pytree as pytree
 
+from torchax_core import counters
 from torchax_core.errors import ConfigError
 
-__all__ = ["LoggedKernels", "enable", "logger", "ops", "recompiles", "timed"]
+__all__ = ["OpLines", "describe", "describe_call", "enable", "logger", "new_signature", "ops", "recompiles", "sync"]
 
 logger = logging.getLogger("torchax")
-TOPICS = ("recompiles", "ops")
+TOPICS = ("recompiles", "ops", "ops:sync")
 
 recompiles = False
 ops = False
+sync = False
 
 
 def enable(topics: str) -> None:
-    """Switch on the topics of a comma-separated list (empty: none). Raises ConfigError for an unknown one."""
-    global recompiles, ops
+    """Switch on the topics of a comma-separated list (empty: none). Raises ConfigError for an unknown one.
+
+    `ops` takes effect in environments entered, and threads started, from then on.
+    """
+    global recompiles, ops, sync
     wanted = {t.strip() for t in topics.split(",") if t.strip()}
     unknown = wanted - set(TOPICS)
     if unknown:
         raise ConfigError(f"TORCHAX_LOG: unknown topic {', '.join(sorted(unknown))}; choose from {', '.join(TOPICS)}.")
     recompiles = "recompiles" in wanted
-    ops = "ops" in wanted
+    sync = "ops:sync" in wanted
+    ops = sync or "ops" in wanted
     if wanted and not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("torchax: %(message)s"))
@@ -44,27 +52,38 @@ def enable(topics: str) -> None:
         logger.setLevel(logging.INFO)
 
 
-class LoggedKernels:
-    """The look-up from op to kernel under TORCHAX_LOG=ops: each call waits for its result and says how long it took."""
+class OpLines:
+    """The check (watching.py) that logs a line per op."""
 
-    def __init__(self, environment: Any) -> None:
-        self.environment = environment
+    jitted = ""
 
-    def get(self, func: Any) -> Any:
-        """As dict.get: the kernel of an op, with its calls logged."""
-        kernel = self.environment._kernels.get(func) or self.environment._kernel(func)
-        return lambda args, kwargs: timed(func, args, kwargs, lambda: kernel(args, kwargs))
+    def before(self, call: Any) -> Any:
+        """The arguments in words, as they are before the call; what has been compiled so far; the time."""
+        return describe_call(call.args, call.kwargs), counters.here.compiled, counters.here.seconds, time.perf_counter()
+
+    def after(self, call: Any, before: Any, result: Any) -> None:
+        """Log the line."""
+        arguments, compiled, seconds, start = before
+        times = f"{1e6 * (time.perf_counter() - start):.1f} us"
+        if sync:
+            jax.block_until_ready([t._store.array for t in pytree.tree_leaves(result) if hasattr(t, "_store")])
+            times += f", done after {1e6 * (time.perf_counter() - start):.1f} us"
+        new = counters.here.compiled - compiled
+        spent = 1e3 * (counters.here.seconds - seconds)
+        programs = "1 program" if new == 1 else f"{new} programs"
+        how = f"compiled {programs} in {spent:.1f} ms" if new else "hit"
+        name = call.name if call.name.startswith("jit(") else str(call.func)
+        if not hasattr(call.func, "_schema"):
+            name = call.name
+        logger.info("%s(%s) -> %s  %s, %s", name, arguments, describe(result), times, how)
+
+    def in_backward(self, call: Any, before: Any, given: Any, gradients: Any) -> None:
+        """Nothing: it is no op."""
 
 
-def timed(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, call: Callable[[], Any]) -> Any:
-    """Run an op, wait for its result, and log the line of it."""
-    start = time.perf_counter()
-    result = call()
-    jax.block_until_ready([t._store.array for t in pytree.tree_leaves(result) if hasattr(t, "_store")])
-    parts = [describe(a) for a in args] + [f"{k}={describe(v)}" for k, v in (kwargs or {}).items()]
-    elapsed = 1e6 * (time.perf_counter() - start)
-    logger.info("%s(%s) -> %s  %.1f us", func, ", ".join(parts), describe(result), elapsed)
-    return result
+def describe_call(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The arguments of a call in a line."""
+    return ", ".join([describe(a) for a in args] + [f"{k}={describe(v)}" for k, v in kwargs.items()])
 
 
 def describe(value: Any) -> str:
@@ -74,14 +93,19 @@ def describe(value: Any) -> str:
         return repr(aval)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(describe(v) for v in value) + "]"
-    return repr(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in value.items()) + "}"
+    if hasattr(value, "is_cpu") and hasattr(value, "dtype"):
+        return f"cpu {str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def new_signature(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Called once for each new signature of an op."""
+    counters.signatures += 1
     if recompiles:
-        parts = [describe(a) for a in args] + [f"{k}={describe(v)}" for k, v in kwargs.items()]
-        logger.info("compiling %s(%s): new signature", op, ", ".join(parts))
+        logger.info("compiling %s(%s): new signature", op, describe_call(args, kwargs))
 
 
 enable(os.environ.get("TORCHAX_LOG", ""))
