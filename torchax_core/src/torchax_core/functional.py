@@ -17,9 +17,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchax_core import trees
+from torchax_core.arguments import Call
 from torchax_core.bridge import TorchCode, call_and_capture, call_jax, torch_view, torch_view_elem
 from torchax_core.jit import JittedFunction
-from torchax_core.placement import Placed, constrain
+from torchax_core.placement import Placed, automatic_mesh, constrain
 from torchax_core.tensor import Tensor
 
 __all__ = [
@@ -91,9 +92,13 @@ def jax_shard_map(
     """`torch_function` as what each device does with its shard of the arguments: jax.shard_map.
 
     kwargs_for_jax_shard_map: `mesh`, `in_specs`, `out_specs`, `check_vma`.
+    What the function meets in its closure, a module's weights, is whole on every device, and gets gradients.
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.shard_map.html
     """
-    return _Transformed(torch_function, jax.shard_map, kwargs_for_jax_shard_map)
+    options = dict(kwargs_for_jax_shard_map or {})
+    if isinstance(options.get("mesh"), jax.sharding.Mesh):
+        options["mesh"] = automatic_mesh(options["mesh"])
+    return _Transformed(torch_function, jax.shard_map, options)
 
 
 def jax_value_and_grad(
@@ -153,9 +158,9 @@ pytree.register_pytree_node(_Structure, lambda s: ([], s), lambda leaves, s: s)
 class _DonatingFunction(JittedFunction):
     """torchax_core.jit of a function of a _Structure and Tensors, whose donated ones give their memory to the results."""
 
-    def _compile(self, signature: Any, leaves: list[Any], spec: Any, environment: Any, failed: str) -> Any:
-        program = super()._compile(signature, leaves, spec, environment, failed)
-        (structure, *_), _ = pytree.tree_unflatten(leaves, spec)
+    def _compile(self, signature: Any, call: Call, environment: Any, failed: str) -> Any:
+        program = super()._compile(signature, call, environment, failed)
+        (structure, *_), _ = call.tree
         given = [2 + i for i, place in enumerate(program.argument_places) if place in structure.donated]
         if given and program.differentiable is None:
             first = 2 + len(program.argument_places)

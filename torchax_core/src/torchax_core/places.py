@@ -1,0 +1,244 @@
+"""Where Python keeps tensors that a function can reach: attributes, dict entries, list items, closure cells, globals.
+
+A jitted function may put another tensor in such a place (`self.hidden = self.hidden * 0.5 + x`). A trace alone would not show
+it. So the places reachable from the function are looked at before and after: what has changed is done anew at each call.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import torch
+
+from torchax_core.tensor import Tensor
+
+__all__ = ["ABSENT", "Place", "Places", "reachable", "set_items"]
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
+_MOST = 20_000  # containers looked at
+
+_LEAVES: tuple[Any, ...] = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    jax.Array,
+)
+_LEAVES = (*_LEAVES, torch.dtype, torch.device, torch.Size, torch.Generator)
+_LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "torchax_core", "builtins"})
+_OPAQUE = frozenset({"jax", "jaxlib", "numpy", "torchax_core"})
+
+
+class Place:
+    """One place: an entry of a dict, an item of a list or deque, a slot, a cell, or an item of a tuple in such a place."""
+
+    __slots__ = ("container", "key", "kind")
+
+    def __init__(self, container: Any, key: Any, kind: type) -> None:
+        self.container = container
+        self.key = key
+        self.kind = kind
+
+    @property
+    def name(self) -> tuple[Any, ...]:
+        """What tells places apart."""
+        if self.kind is tuple:
+            return (*self.container.name, self.key)
+        return (id(self.container), self.key)
+
+    def root(self) -> Place:
+        """The place itself, or the one that the tuple is in."""
+        return self.container.root() if self.kind is tuple else self
+
+    def read(self) -> Any:
+        """What is there; ABSENT if there is no such entry."""
+        container, key = self.container, self.key
+        if self.kind is dict:
+            return container.get(key, ABSENT)
+        if self.kind is list:
+            return container[key] if key < len(container) else ABSENT
+        if self.kind is tuple:
+            whole = container.read()
+            return whole[key] if isinstance(whole, tuple) and key < len(whole) else ABSENT
+        if self.kind is object:
+            return getattr(container, key, ABSENT)
+        try:
+            return container.cell_contents
+        except ValueError:
+            return ABSENT
+
+    def write(self, value: Any) -> None:
+        """Put `value` there, or remove what is there if it is ABSENT. Items of lists are appended and removed at the end."""
+        container, key = self.container, self.key
+        if self.kind is dict:
+            if value is ABSENT:
+                container.pop(key, None)
+            else:
+                container[key] = value
+        elif self.kind is list:
+            if value is ABSENT:
+                set_items(container, list(container)[:key])
+            elif key < len(container):
+                container[key] = value
+            else:
+                container.append(value)
+        elif self.kind is tuple:
+            whole = container.read()
+            if isinstance(whole, tuple) and key < len(whole) and value is not ABSENT:
+                items = [*whole[:key], value, *whole[key + 1 :]]
+                container.write(whole._make(items) if hasattr(whole, "_make") else type(whole)(items))
+        elif self.kind is object:
+            if value is not ABSENT:
+                setattr(container, key, value)
+            elif hasattr(container, key):
+                delattr(container, key)
+        elif value is ABSENT:
+            del container.cell_contents
+        else:
+            container.cell_contents = value
+
+    def __str__(self) -> str:
+        if self.kind is tuple:
+            return f"{self.container}[{self.key}]"
+        return "a closure" if self.kind is types.CellType else f"[{self.key!r}]"
+
+
+def set_items(container: Any, items: Iterable[Any]) -> None:
+    """Let a list or a deque hold these items."""
+    items = list(items)
+    container.clear()
+    container.extend(items)
+
+
+class Places:
+    """What was found: tensors by the name of their place; numbers; and what the containers held, tensors or not."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[Any, ...], tuple[Place, Tensor]] = {}
+        self.numbers: list[tuple[Place, int | float]] = []
+        self.lists: dict[int, tuple[Any, list[Any]]] = {}
+        self._dicts: dict[int, dict[Any, Any]] = {}
+        self._single: dict[tuple[Any, ...], Any] = {}
+
+    def value_at(self, place: Place) -> Any:
+        """What a place, that is no item of a tuple, held then; ABSENT if it was not there."""
+        if place.kind is list:
+            _, items = self.lists.get(id(place.container), ((), ()))
+            return items[place.key] if place.key < len(items) else ABSENT
+        if place.name in self._single:
+            return self._single[place.name]
+        return self._dicts.get(id(place.container), {}).get(place.key, ABSENT)
+
+    def look_at(self, roots: Iterable[Any]) -> Places:
+        """Find what is reachable from functions and objects, each container looked at once."""
+        queue: list[tuple[Any, Place | None]] = [(root, None) for root in roots]
+        seen: dict[int, Any] = {}
+        while queue and len(seen) < _MOST:
+            value, at = queue.pop()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if isinstance(value, dict):
+                self._dicts[id(value)] = dict(value)
+                self._items(value, value.items(), dict, queue)
+            elif isinstance(value, (list, collections.deque)):
+                self.lists[id(value)] = (value, list(value))
+                self._items(value, enumerate(value), list, queue)
+            elif isinstance(value, tuple):
+                if at is None:
+                    queue += [(item, None) for item in value if not isinstance(item, (_LEAVES, Tensor))]
+                else:
+                    self._items(at, enumerate(value), tuple, queue)
+            elif isinstance(value, types.FunctionType):
+                self._function(value, queue)
+            elif isinstance(value, types.MethodType):
+                queue += [(value.__self__, None), (value.__func__, None)]
+            elif isinstance(value, functools.partial):
+                queue += [(value.func, None), (value.args, None), (value.keywords, None)]
+            elif isinstance(value, torch.nn.Module):
+                of_torch = type(value).__module__.startswith("torch.nn.")
+                entries = vars(value).items()
+                queue += [(item, None) for key, item in entries if item and item.__class__ is dict]
+                if not of_torch:
+                    self._dicts[id(vars(value))] = dict(entries)
+                    others = [(key, item) for key, item in entries if item.__class__ is not dict]
+                    self._items(vars(value), others, dict, queue)
+            elif _may_open(value.__class__):
+                self._object(value, queue)
+            elif hasattr(value, "__wrapped__"):  # a jitted function
+                queue.append((value.__wrapped__, None))
+        return self
+
+    def _object(self, value: Any, queue: list[Any]) -> None:
+        if hasattr(value, "__dict__"):
+            queue.append((vars(value), None))
+        slots = [(name, getattr(value, name)) for name in _slots(value.__class__) if hasattr(value, name)]
+        self._single.update({(id(value), name): item for name, item in slots})
+        self._items(value, slots, object, queue)
+
+    def _items(self, container: Any, items: Iterable[tuple[Any, Any]], kind: type, queue: list[Any]) -> None:
+        for key, item in items:
+            if isinstance(item, Tensor):
+                place = Place(container, key, kind)
+                self.tensors[place.name] = (place, item)
+            elif item.__class__ is int or item.__class__ is float:
+                if kind is dict and key.__class__ is str and key[:1] != "_":
+                    self.numbers.append((Place(container, key, kind), item))
+            elif not isinstance(item, _LEAVES):
+                queue.append((item, Place(container, key, kind) if isinstance(item, tuple) else None))
+
+    def _function(self, function: types.FunctionType, queue: list[Any]) -> None:
+        """A function's closure, the globals that it names, and its defaults; of libraries' functions nothing."""
+        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+            return
+        for cell in function.__closure__ or ():
+            place = Place(cell, None, types.CellType)
+            self._single[place.name] = place.read()
+            self._items(cell, [(None, place.read())], types.CellType, queue)
+        found = function.__globals__
+        named = [(name, found[name]) for name in _names(function.__code__) if name in found]
+        self._single.update({(id(found), name): value for name, value in named})
+        self._items(found, named, dict, queue)
+        queue += [(value, None) for value in (function.__defaults__, function.__kwdefaults__) if value]
+        if "__wrapped__" in vars(function):
+            queue.append((vars(function)["__wrapped__"], None))
+
+
+def reachable(roots: Iterable[Any]) -> Places:
+    """The places of tensors that are reachable from functions and objects."""
+    return Places().look_at(roots)
+
+
+@functools.cache
+def _slots(kind: Any) -> tuple[str, ...]:
+    """The attributes of such objects that are not in their `__dict__`."""
+    if (kind.__module__ or "").partition(".")[0] in _LIBRARIES:
+        return ()
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return tuple(n for names in found for n in ((names,) if isinstance(names, str) else names) if n[:2] != "__")
+
+
+@functools.cache
+def _may_open(kind: Any) -> bool:
+    """Whether the attributes of objects of this class are looked at. Optimizers guard their own state (optimizers.py)."""
+    opaque = (kind.__module__ or "").partition(".")[0] in _OPAQUE
+    return not opaque and not issubclass(kind, torch.optim.Optimizer)
+
+
+@functools.cache
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _names(constant)
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,699 @@
+"""One traced and compiled function: what it captured, what it writes, the guards it runs under, and how it is run.
+
+Tracing finds the inputs (trace.py) and the outputs: results, new values of what was written, gradients, tensors put in places
+(rebinding.py). A call gathers the inputs' arrays, runs the program, and puts its outputs where they belong.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import operator
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax_core import collector
+from torchax_core.arguments import Call, flatten, made_inside, same, unflatten, update
+from torchax_core.bridge import call_jax
+from torchax_core.convert import is_traced
+from torchax_core.optimizers import tracing_optimizers
+from torchax_core.placement import Placed, constrain, several_devices, sharding_of, spread
+from torchax_core.rebinding import Output, Rebinding
+from torchax_core.shardings import resolve, spread_prefix
+from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor
+from torchax_core.trace import Trace, get_grad, promote_placeholders, set_grad, watching_grads
+from torchax_core.vjp import DifferentiableProgram, differentiable_call
+
+if TYPE_CHECKING:
+    from torchax_core.jit import JittedFunction
+
+__all__ = ["Program", "traced"]
+
+
+def _as_written() -> Any:
+    """What torch.compile has compiled runs as it is written, in the midst of a trace: it is part of that program."""
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
+
+
+def traced(owner: JittedFunction, call: Call, environment: Any) -> Program:
+    """A traced program. Arguments that turn out to be state as well, or views that share a storage with another argument,
+    have no input of their own: they are found, and it is traced again with them as state."""
+    leaves = call.leaves
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    shares = collections.Counter(id(t._store) for t in tensors.values())
+    views = {id(t._store) for t in tensors.values() if t.__class__ is not Tensor}
+    fixed = {i: t._store for i, t in tensors.items() if shares[id(t._store)] > 1 and id(t._store) in views}
+    while True:
+        program = Program(owner, call, environment, fixed)
+        found = program.also_state(leaves)
+        if not found:
+            return program
+        fixed = {**fixed, **found}
+
+
+class _Result:
+    """In the structure of results: the place of an output of the program."""
+
+    __slots__ = ("aval", "history", "index")
+
+    def __init__(self, index: int, aval: Aval | None, history: bool = False) -> None:
+        self.index = index
+        self.aval = aval
+        self.history = history
+
+
+class _Given:
+    """In the structure of results: an object of the caller's, that was among the arguments."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Leaf:
+    """In an argument that the function has changed: the leaf at this position of the arguments."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+_PLAIN = (torch.Tensor, jax.Array, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+_ARRAY, _STORE, _REQUIRES_GRAD, _TRAINING = map(operator.attrgetter, ("array", "_store", "requires_grad", "training"))
+_SHARDING = operator.attrgetter("sharding")
+
+
+class _State:
+    """What a program's guards look at, column by column."""
+
+    def __init__(self, tensors: list[Any], modules: list[Any], grad_none: list[Any]) -> None:
+        self.tensors = [tensor for tensor, _, _ in tensors]
+        self.stores = [store for _, store, _ in tensors]
+        self.requires_grad = [flag for _, _, flag in tensors]
+        self.modules = [module for module, *_ in modules]
+        self.training = [training for _, training, *_ in modules]
+        self.members = [d.values() for _, _, parameters, _, buffers, _ in modules for d in (parameters, buffers)]
+        self.member_ids = [i for _, _, _, parameters, _, buffers in modules for i in (*parameters, *buffers)]
+        self.without_grad = [tensor for tensor, none in grad_none if none]
+        self.with_grad = [tensor for tensor, none in grad_none if not none]
+
+
+class Program:
+    """One traced and compiled function: its inputs, outputs and guards."""
+
+    def __init__(self, owner: JittedFunction, call: Call, environment: Any, fixed: dict[int, Storage]) -> None:
+        # Arguments that are state as well, because the function also meets their storage in some other way: the program is
+        # for these storages alone, which it captures like any other.
+        self.fixed = fixed
+        self.owner = owner
+        self.environment = environment
+        self.structure = call.structure
+        self.shardings = owner.leaf_shardings(call) if owner.in_shardings is not None else None
+        self.out_shardings = resolve(owner.out_shardings, f"jit({owner.name}): out_shardings")
+        self.captured: list[Storage] = []
+        self.writes: list[tuple[Any, int]] = []
+        self.tensors: list[tuple[Tensor, Storage, bool]] = []
+        self.grad_sets: list[tuple[Tensor, Any, int, Aval]] = []
+        self.born: list[tuple[weakref.ref[Storage], int]] = []
+        self.differentiable: DifferentiableProgram | None = None
+        self.compiled: Any = None
+        self.layouts: list[Any] | None = None
+        self.chosen: Any = None
+        self.has_run = False
+        roots = [owner.fn, *(leaf for leaf in call.leaves if not isinstance(leaf, _PLAIN))]
+        self.rebinding = Rebinding(roots, owner.habits)
+        self._trace(call.leaves)
+
+    # -- tracing ---------------------------------------------------------------------------------
+
+    def _trace(self, leaves: list[Any]) -> None:
+        self.argument_places = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, jax.Array)) and i not in self.fixed
+        ]
+        self.plain_arguments = all(leaves[i].__class__ is Tensor for i in self.argument_places)
+        arrays = [leaves[i]._array() if isinstance(leaves[i], Tensor) else leaves[i] for i in self.argument_places]
+        random = self.environment.random
+
+        def traced(key: Any, count: Any, *tracers: Any) -> list[Any]:
+            return self._run_function(leaves, key, count, tracers)
+
+        jaxpr = jax.make_jaxpr(traced)(random.key, np.uint32(random.count & 0xFFFF_FFFF), *arrays)
+        trace = self.trace
+        self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
+        self.draws = trace.draws
+        self.guards = trace.guards
+        self._module_guards(trace)
+        self.rebinding.compile({id(d) for m, *_ in self.modules for d in (m._parameters, m._buffers)})
+
+    def _run_function(self, leaves: list[Any], key: Any, count: Any, tracers: Any) -> list[Any]:
+        trace = self.trace = Trace(self.environment, key, count)
+        inner = list(leaves)
+        stores: dict[int, Storage] = {}
+        placeholders: dict[int, tuple[Storage, Any]] = {}
+        for place, tracer in zip(self.argument_places, tracers, strict=True):
+            leaf = leaves[place]
+            if not isinstance(leaf, Tensor):
+                inner[place] = tracer
+                continue
+            if id(leaf._store) in stores:  # two arguments over one storage stay two names for it
+                tensor = share_tensor(stores[id(leaf._store)], leaf._aval)
+            else:
+                tensor = make_tensor(tracer, leaf._aval)
+                stores[id(leaf._store)] = tensor._store
+                placeholders[place] = (tensor._store, tracer)
+                trace.arguments.add(id(tensor._store))
+            inner[place] = tensor.requires_grad_(leaf.requires_grad)
+        before = (active.trace, active.kernels)
+        active.trace = trace
+        active.kernels = trace.kernels(self.environment)
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda module, args: trace.modules.update({id(module): module})
+        )
+        objects: list[Any] = []
+        succeeded = False
+        try:
+            with (
+                watching_grads(),
+                tracing_optimizers(),
+                torch.autograd.set_multithreading_enabled(False),
+                _as_written(),
+            ):
+                tree = unflatten(self.structure, iter(inner), objects)
+                args, kwargs = tree if self.owner.static is None else self.owner.static.unmark(tree)
+                result = [self.owner.fn(*args, **kwargs)]
+                del args, kwargs
+                argument_grads = [
+                    (place, inner[place].grad)
+                    for place in placeholders
+                    if inner[place].is_leaf and inner[place].grad is not None
+                ]
+            outputs = self._collect(trace, result, tree, inner, objects, placeholders, argument_grads)
+            succeeded = True
+            return outputs
+        finally:
+            if succeeded:
+                self.rebinding.restore()
+            else:
+                self.rebinding.abandon()
+            hook.remove()
+            for cleanup in trace.cleanups:
+                cleanup()
+            active.trace, active.kernels = before
+            trace.restore()
+            trace.restore_grads()
+
+    def _collect(
+        self,
+        trace: Trace,
+        result: list[Any],
+        tree: Any,
+        inner: list[Any],
+        objects: list[Any],
+        placeholders: dict[int, tuple[Storage, Any]],
+        argument_grads: list[Any],
+    ) -> list[Any]:
+        """The program's outputs: results, new values of what was written, gradients, and what was made and kept."""
+        outputs: list[Any] = []
+        places: dict[int, int] = {}
+
+        def out(array: Any) -> int:
+            if id(array) not in places:
+                places[id(array)] = len(outputs)
+                outputs.append(array)
+            return places[id(array)]
+
+        self._note_changes(trace, tree, inner, out)
+        wants_grad = self._note_results(trace, result, objects, out)
+        self.wants_grad = wants_grad and not trace.backward_ran
+        grads: list[Any] = []
+        for tensor, initial in trace.grads.values():
+            grad = get_grad(tensor)
+            if grad is not initial:
+                self.wants_grad = False
+                grads.append((tensor, grad))
+        for tensor, grad in grads:
+            if grad is None:
+                self.grad_sets.append((tensor, None, -1, None))  # type: ignore[arg-type]
+            elif is_traced(grad._store.array):
+                self.grad_sets.append((tensor, grad, out(grad._array()), grad._aval))
+        self.argument_grads = [(place, out(grad._array()), grad._aval) for place, grad in argument_grads]
+        for place, (store, tracer) in placeholders.items():
+            if store.array is not tracer:
+                self.writes.append((place, out(store.array)))
+        for entry in trace.lifted.values():
+            if entry.written:
+                self.writes.append((entry.store, out(entry.store.array)))
+        survivors = trace.survivors()
+        held = {id(g[1]._store) for g in self.grad_sets if g[1] is not None}
+        if any(id(s) not in held for s in survivors):
+            del survivors
+            collector.collect_young()
+            survivors = trace.survivors()
+        for store in survivors:
+            if id(store) not in held:
+                self.born.append((weakref.ref(store), out(store.array)))
+        history = self._note_places(trace, inner, bool(survivors), out)
+        self.wants_grad = self.wants_grad or (history and not trace.backward_ran)
+        self.grad_none = trace.grad_guards()
+        self.captured = [entry.store for entry in trace.lifted.values()]
+        self.captured_ids = frozenset(map(id, self.captured))
+        self.tensors = [
+            (tensor, store, tensor.requires_grad)
+            for tensor, store in trace.tensors.values()
+            if id(store) in trace.lifted
+        ]
+        self.hosts = [read for read, _ in trace.host_inputs]
+        order = sorted(
+            [(entry.tracer, ("store", i)) for i, entry in enumerate(trace.lifted.values())]
+            + [(tracer, ("host", i)) for i, (_, tracer) in enumerate(trace.host_inputs)],
+            key=lambda pair: trace.bound[id(pair[0])],
+        )
+        self.input_order = [what for _, what in order]
+        return outputs
+
+    def _note_results(self, trace: Trace, result: list[Any], objects: list[Any], out: Callable[[Any], int]) -> bool:
+        """Make outputs of the tensors in the result; whether any wants gradients."""
+        given = {id(o): i for i, o in enumerate(objects)}
+        # taken out of its list, so that no other frame holds the result, and nothing does after this
+        tree = result.pop()
+        flat: list[Any] = []
+        self.result_structure = flatten(
+            tree, flat, opens=lambda value, parent: id(value) not in given and made_inside(value, parent)
+        )
+        shardings: list[Any] = [None] * len(flat)
+        if self.out_shardings is not None:
+            shardings = spread_prefix(self.out_shardings, tree, f"jit({self.owner.name}): out_shardings")
+        del tree
+        wants_grad = False
+        self.results: list[Any] = []
+        for leaf, sharding in zip(flat, shardings, strict=True):
+            if isinstance(leaf, Tensor):
+                trace.lift(leaf)
+                wants_grad = wants_grad or leaf.requires_grad
+                array = leaf._array() if sharding is None else constrain(leaf._array(), sharding)
+                self.results.append(
+                    _Result(out(array), Aval.of(leaf.shape, _dense(leaf), leaf.dtype), leaf.requires_grad)
+                )
+            elif isinstance(leaf, (jax.Array, jax.core.Tracer)):
+                self.results.append(_Result(out(leaf if sharding is None else constrain(leaf, sharding)), None))
+            elif id(leaf) in given:
+                self.results.append(_Given(given[id(leaf)]))
+            else:
+                self.results.append(leaf)
+        return wants_grad
+
+    def _note_changes(self, trace: Trace, tree: Any, inner: list[Any], out: Callable[[Any], int]) -> None:
+        """If the function has changed lists, dicts or caches among its arguments, what they are to be after each call."""
+        self.changes: tuple[Any, list[Any]] | None = None
+        leaves: list[Any] = []
+        structure = flatten(tree, leaves)
+        if structure == self.structure and same(leaves, inner):
+            return
+        places = {id(leaf): i for i, leaf in enumerate(inner) if isinstance(leaf, Tensor)}
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                trace.lift(leaf)
+                known = places.get(id(leaf))
+                aval = Aval.of(leaf.shape, _dense(leaf), leaf.dtype)
+                leaves[i] = Output(out(leaf._array()), leaf, aval) if known is None else _Leaf(known)
+        self.changes = (structure, leaves)
+
+    def _note_places(self, trace: Trace, inner: list[Any], survivors: bool, out: Callable[[Any], int]) -> bool:
+        """Make outputs of tensors that the function has put elsewhere; whether any of them has gradients to hand on."""
+        history = False
+        arguments = {id(leaf): i for i, leaf in enumerate(inner) if isinstance(leaf, Tensor)}
+
+        def output(tensor: Tensor) -> Output:
+            nonlocal history
+            history = history or (tensor.requires_grad and not tensor.is_leaf)
+            return Output(out(tensor._array()), tensor, Aval.of(tensor.shape, _dense(tensor), tensor.dtype))
+
+        def captured(tensor: Tensor) -> bool:
+            return id(tensor) in trace.tensors and id(tensor._store) in trace.lifted
+
+        # `inner` and the structure of the arguments hold an argument, the loop and the call here too
+        kept = survivors or any(sys.getrefcount(leaf) > 4 for leaf in inner if isinstance(leaf, Tensor))
+        self.rebinding.note(arguments, captured, kept, output)
+        changed = self.rebinding.changed_number()
+        if changed and not self.owner._warned:
+            self.owner._warned = True
+            warnings.warn(
+                f"jit({self.owner.name}): Python changed {changed} while the function was traced. Calls of the compiled program "
+                "run no Python, so it will not change again. Change it outside the function, or keep it in a tensor.",
+                stacklevel=2,
+            )
+        return history
+
+    def captures(self, tensor: Tensor) -> bool:
+        """Whether the tensor is an input of the program."""
+        return any(t is tensor for t, _, _ in self.tensors)
+
+    def _module_guards(self, trace: Trace) -> None:
+        self.modules: list[tuple[Any, bool, Any, list[int], Any, list[int]]] = [
+            (
+                m,
+                m.training,
+                m._parameters,
+                list(map(id, m._parameters.values())),
+                m._buffers,
+                list(map(id, m._buffers.values())),
+            )
+            for m in trace.modules.values()
+        ]
+
+    # -- compiling -------------------------------------------------------------------------------
+
+    def finish(self, known: list[Program]) -> None:
+        """Compile, unless a program already there is the same but for its guards."""
+        del self.trace
+        donate = self.owner.donate if self.owner.donate is not None else self.environment.config.donate
+        written = {id(store) for store, _ in self.writes if isinstance(store, Storage)}
+        first = 2 + len(self.argument_places)
+        self.donated = [
+            what[0] == "store" and donate and id(self.captured[what[1]]) in written and not self.wants_grad
+            for what in self.input_order
+        ]
+        self.donates = any(self.donated)
+        self.ordered = [self.captured[i] for kind, i in self.input_order if kind == "store"]
+        run = jec.jaxpr_as_fun(self.jaxpr)
+        if self.wants_grad:
+            self.differentiable = DifferentiableProgram(run)
+        for program in known:
+            if (
+                program.donated == self.donated
+                and program.jaxpr.in_avals == self.jaxpr.in_avals
+                and program.text == self.text
+                and _equal(program.jaxpr.consts, self.jaxpr.consts)
+            ):
+                self.compiled = program.compiled
+                return
+        numbers = tuple(first + i for i, give in enumerate(self.donated) if give)
+        run.__name__ = self.owner.module_name
+        self.compiled = Placed(run, numbers)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The jaxpr as text, to compare it by; long to make, and not wanted before there is another program."""
+        return str(self.jaxpr)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def also_state(self, leaves: list[Any]) -> dict[int, Storage]:
+        """Arguments whose storage the function captures too, by place."""
+        return {
+            place: leaves[place]._store
+            for place in self.argument_places
+            if isinstance(leaves[place], Tensor) and id(leaves[place]._store) in self.captured_ids
+        }
+
+    def failed_guard(self, leaves: list[Any]) -> str:
+        """Empty if the program may run on these arguments; else what changed since it was traced."""
+        if self.rebinding.sources or self.rebinding.effects:
+            failed = self.rebinding.follow(self._replace)
+            if failed:
+                return failed
+        if self.fixed or not self._as_traced(leaves):
+            return self._what_changed(leaves)
+        return ""
+
+    def _as_traced(self, leaves: list[Any]) -> bool:
+        """Whether state is as it was when traced: a model has hundreds of tensors, so these loops are C's."""
+        state = self._state
+        return (
+            not self.also_state(leaves)
+            and [*map(_STORE, state.tensors)] == state.stores
+            and [*map(_REQUIRES_GRAD, state.tensors)] == state.requires_grad
+            and [*map(_TRAINING, state.modules)] == state.training
+            and [*map(id, itertools.chain.from_iterable(state.members))] == state.member_ids
+            and all(map(operator.is_, map(get_grad, state.without_grad), itertools.repeat(None)))
+            and all(map(operator.is_not, map(get_grad, state.with_grad), itertools.repeat(None)))
+            and self.rebinding.holds()
+            and all(read() == value for _, read, value in self.guards)
+        )
+
+    def _replace(self, old: Tensor, new: Tensor) -> bool:
+        """Let the state tensor `new`, like `old`, be an input in its place; False if that is not all it takes."""
+        rows = [i for i, (tensor, _, _) in enumerate(self.tensors) if tensor is old]
+        store, fresh = old._store, new._store
+        alone = len(rows) == 1 and sum(s is store for _, s, _ in self.tensors) == 1
+        if (
+            not alone
+            or id(fresh) in self.captured_ids
+            or (old.requires_grad and old.is_leaf)
+            or old.__class__ is not Tensor
+        ):
+            return False
+        self.tensors[rows[0]] = (new, fresh, self.tensors[rows[0]][2])
+        self._state.tensors[rows[0]], self._state.stores[rows[0]] = new, fresh
+        self.captured = [fresh if s is store else s for s in self.captured]
+        self.ordered = [fresh if s is store else s for s in self.ordered]
+        self.captured_ids = frozenset(map(id, self.captured))
+        self.writes = [(fresh if target is store else target, at) for target, at in self.writes]
+        self.__dict__.pop("replaced", None)
+        for ids in (self._state.member_ids, *(ids for _, _, _, p, _, b in self.modules for ids in (p, b))):
+            ids[:] = [id(new) if i == id(old) else i for i in ids]
+        return True
+
+    @functools.cached_property
+    def _state(self) -> _State:
+        return _State(self.tensors, self.modules, self.grad_none)
+
+    def _what_changed(self, leaves: list[Any]) -> str:
+        for place, store in self.fixed.items():
+            if leaves[place]._store is not store:
+                return f"argument {place} was also state of the function, and is another tensor now"
+        if self.also_state(leaves):
+            return f"argument(s) {', '.join(map(str, self.also_state(leaves)))} are also state of the function now"
+        for tensor, store, requires_grad in self.tensors:
+            if tensor._store is not store:
+                return f"a state tensor of shape {tuple(tensor.shape)} holds other storage than when traced"
+            if tensor.requires_grad is not requires_grad:
+                return f"requires_grad of a state tensor of shape {tuple(tensor.shape)} became {tensor.requires_grad}"
+        for module, training, parameters, parameter_ids, buffers, buffer_ids in self.modules:
+            if module.training is not training:
+                return f"{type(module).__name__}.training became {module.training}"
+            if [*map(id, parameters.values())] != parameter_ids:
+                return f"a parameter of {type(module).__name__} was replaced"
+            if [*map(id, buffers.values())] != buffer_ids:
+                return f"a buffer of {type(module).__name__} was replaced"
+        for tensor, was_none in self.grad_none:
+            if (get_grad(tensor) is None) is not was_none:
+                return f"the .grad of a state tensor of shape {tuple(tensor.shape)} {'appeared' if was_none else 'became None'}"
+        for found, tensor in self.rebinding.moved():
+            return f"{found} held a tensor of shape {tuple(tensor.shape)}, and holds another or none now"
+        for name, read, value in self.guards:
+            if read() != value:
+                return f"{name} changed from {value} to {read()}"
+        return ""
+
+    def run(self, call: Call) -> Any:
+        """Run on these arguments: gather inputs, call the program, put its outputs where they belong."""
+        if self.has_run:
+            return self._run(call)
+        with collector.paused():  # XLA compiles now
+            results = self._run(call)
+        self.has_run = True
+        return results
+
+    def _run(self, call: Call) -> Any:
+        if self.differentiable is not None:
+            return self._run_differentiable(call)
+        leaves = call.leaves
+        compiled = self.compiled.anywhere if not several_devices() else self._laid_out(leaves)
+        inputs = self._inputs(leaves)
+        with jax.enable_x64(True):
+            outputs = compiled(*inputs)
+        del inputs  # what was donated is gone
+        self.environment.random.count += self.draws
+        for target, at in self.writes:
+            if target.__class__ is Storage:
+                target.write(outputs[at])
+            else:
+                leaves[target]._write(outputs[at])
+        self._put(leaves, outputs)
+        results = [
+            make_tensor(outputs[r.index], r.aval)
+            if r.__class__ is _Result and r.aval is not None
+            else outputs[r.index]
+            if r.__class__ is _Result
+            else r
+            for r in self.results
+        ]
+        return self._returned(call, outputs, results)
+
+    def _returned(self, call: Call, outputs: Any, results: list[Any]) -> Any:
+        """Do to places and arguments what the function does, and give its results their structure."""
+        if self.rebinding.effects:
+            self.rebinding.write(outputs, call.leaves)
+        if self.changes is not None:
+            structure, parts = self.changes
+            values = [
+                part.make(outputs[part.at])
+                if part.__class__ is Output
+                else call.leaves[part.number]
+                if part.__class__ is _Leaf
+                else part
+                for part in parts
+            ]
+            update(call.tree, unflatten(structure, iter(values)))
+        if call.objects:
+            results = [call.objects[r.number] if r.__class__ is _Given else r for r in results]
+        return unflatten(self.result_structure, iter(results))
+
+    def lower(self, leaves: list[Any]) -> Any:
+        """The program lowered for these arguments, not run."""
+        compiled = self._laid_out(leaves)
+        with jax.enable_x64(True):
+            return compiled.lower(*self._inputs(leaves))
+
+    def _laid_out(self, leaves: list[Any]) -> Any:
+        """The program whose outputs lie on the devices as what they replace does now: state, arguments, gradients."""
+        stores = [t if t.__class__ is Storage else leaves[t]._store for t in self.replaced.values()]
+        layouts = [*map(_SHARDING, map(_ARRAY, stores))]
+        if layouts != self.layouts:
+            leaf_arrays = [
+                leaves[i]._array() if isinstance(leaves[i], Tensor) else leaves[i] for i in self.argument_places
+            ]
+            spread(self.captured, leaf_arrays)
+            self.layouts = [*map(_SHARDING, map(_ARRAY, stores))]
+            shardings: list[Any] = [None] * len(self.jaxpr.out_avals)
+            for at, store in zip(self.replaced, stores, strict=True):
+                shardings[at] = sharding_of(store.array)
+            self.chosen = self.compiled.laid_out(tuple(shardings))
+        return self.chosen
+
+    @functools.cached_property
+    def replaced(self) -> dict[int, Any]:
+        """For outputs that take the place of something: its storage, or the place of the argument that has it."""
+        found = {at: target for target, at in self.writes}
+        found.update({at: tensor._store for tensor, grad, at, _ in self.grad_sets if grad is not None})
+        found.update({at: place for place, at, _ in self.argument_grads})
+        return found
+
+    def _inputs(self, leaves: list[Any]) -> list[Any]:
+        random = self.environment.random
+        inputs: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
+        if self.plain_arguments:
+            inputs += map(_ARRAY, map(_STORE, map(leaves.__getitem__, self.argument_places)))
+        else:
+            inputs += [leaves[i]._array() if isinstance(leaves[i], Tensor) else leaves[i] for i in self.argument_places]
+        if self.shardings is not None:
+            for at, i in enumerate(self.argument_places):
+                if self.shardings[i] is not None:
+                    inputs[2 + at] = constrain(inputs[2 + at], self.shardings[i])
+            for i, store in self.fixed.items():
+                if self.shardings[i] is not None and leaves[i].__class__ is Tensor:
+                    store.array = constrain(store.array, self.shardings[i])
+        if self.hosts:
+            state = [self.captured[i].array if kind == "store" else self.hosts[i]() for kind, i in self.input_order]
+        else:
+            state = [*map(_ARRAY, self.ordered)]
+        if self.donates:
+            # the storage's reference, the list's, getrefcount's argument; any more, and it is needed elsewhere
+            for at in [i for i, n in enumerate(map(sys.getrefcount, state)) if n > 3 and self.donated[i]]:
+                state[at] = jnp.copy(state[at])
+        return inputs + state
+
+    def _put(self, leaves: list[Any], outputs: Any) -> None:
+        for tensor, grad, at, _aval in self.grad_sets:
+            if grad is not None:
+                grad._store.write(outputs[at])
+            if get_grad(tensor) is not grad:
+                set_grad(tensor, grad)
+        for place, at, aval in self.argument_grads:
+            leaf = leaves[place]
+            grad = make_tensor(outputs[at], aval)
+            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        for reference, at in self.born:
+            store = reference()
+            if store is not None:
+                store.write(outputs[at])
+
+    def _wanting_gradients(self) -> dict[int, torch.Tensor]:
+        """For storages that want gradients, by identity, a tensor over the whole of each that carries them to where they go."""
+        whole: dict[int, torch.Tensor] = {}
+        views: dict[int, tuple[Storage, list[torch.Tensor]]] = {}
+        for tensor, store, wants in self.tensors:
+            # of several tensors over one storage (`w` and `w.detach()`), the one that wants gradients
+            if wants and tensor.__class__ is Tensor:
+                whole[id(store)] = tensor
+            elif wants:
+                views.setdefault(id(store), (store, []))[1].append(tensor)
+        for key, (store, found) in views.items():
+            if key in whole:
+                continue
+            base = found[0]._base
+            if base is None or base.__class__ is not Tensor or not base.requires_grad:
+                if len(found) > 1:
+                    raise RuntimeError(
+                        f"jit({self.owner.name}): {len(found)} views of one storage want gradients each of their own, and their "
+                        "elements may overlap. Pass them as arguments, or let their base want the gradients."
+                    )
+                view = found[0]  # a leaf
+                base = share_tensor(store, Aval.of(store.array.shape, store.stride, view.dtype))
+                base = torch.as_strided_scatter(base, view, view.shape, view.stride(), view.storage_offset())
+            whole[key] = base
+        return whole
+
+    def _run_differentiable(self, call: Call) -> Any:
+        """A function whose results still want gradients: its backward is jax.vjp's, compiled too."""
+        random, leaves = self.environment.random, call.leaves
+        operands: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
+        for place in self.argument_places:
+            leaf, sharding = leaves[place], self.shardings and self.shardings[place]
+            operands.append(leaf if sharding is None else call_jax(constrain, leaf, sharding))
+        owner = self._wanting_gradients()
+        for kind, i in self.input_order:
+            if kind == "store":
+                store = self.captured[i]
+                operands.append(owner.get(id(store), store.array))
+            else:
+                operands.append(self.hosts[i]())
+        assert self.differentiable is not None
+        outputs = differentiable_call(self.differentiable, operands)
+        random.count += self.draws
+        with torch.no_grad():
+            for target, at in self.writes:
+                array = outputs[at]._array()
+                if target.__class__ is Storage:
+                    target.write(array)
+                else:
+                    leaves[target]._write(array)
+            self._put(leaves, [o._array() for o in outputs])
+        results = []
+        for r in self.results:
+            if r.__class__ is not _Result:
+                results.append(r)
+            elif r.aval is None:
+                results.append(outputs[r.index].jax())
+            else:
+                tensor = outputs[r.index]
+                results.append(tensor if r.history or not tensor.requires_grad else tensor.detach())
+        return self._returned(call, outputs, results)
+
+
+def _equal(some: list[Any], others: list[Any]) -> bool:
+    """Whether the constants of two programs are the same, looking at the small ones and comparing the rest by identity."""
+    return len(some) == len(others) and all(
+        a is b or (a.shape == b.shape and a.dtype == b.dtype and a.size <= 16 and np.array_equal(a, b))
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+def _dense(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(torch.empty_like(tensor._aval.meta()).stride())
