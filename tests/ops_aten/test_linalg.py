@@ -140,6 +140,14 @@ def test_cholesky(upper, dtype):
     assert_matches_torch(torch.linalg.cholesky, one_triangle, upper=upper)
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 14), reason="torch 2.14 has removed it")
+@pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
+@pytest.mark.parametrize("upper", [False, True])
+def test_cholesky_by_its_older_name(upper):
+    assert_matches_torch(torch.cholesky, positive(2, 3, 3), upper=upper, grad=True, forms=["functional", "out"])
+    assert_same_error(torch.cholesky, -positive(2, 3, 3), upper=upper, wording=True)
+
+
 @pytest.mark.parametrize("upper", [False, True])
 def test_cholesky_info_is_the_order_of_the_bad_minor(upper):
     good, first, third = positive(3, 3), torch.diag(torch.tensor([-1.0, 1, 1])), torch.diag(torch.tensor([1.0, 2, 0]))

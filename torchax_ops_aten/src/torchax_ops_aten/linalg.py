@@ -197,6 +197,14 @@ def linalg_cholesky_ex(self, *, upper=False, check_errors=False):
 _also_checked("aten::linalg_cholesky_ex", linalg_cholesky_ex, "linalg.cholesky_ex")
 
 
+@ops.decomposition("aten::cholesky", whole=False)  # an op of torch before 2.14, which has removed it
+def cholesky(self, upper=False):
+    """`torch.linalg.cholesky` under its older name, by which its errors call it."""
+    factor, info = torch.linalg.cholesky_ex(self, upper=upper)
+    torch._linalg_check_errors(info, "cholesky", is_matrix=self.dim() == 2)
+    return factor
+
+
 def _first_bad_minor(a: jax.Array) -> jax.Array:
     """The 1-based index of the first pivot of a Cholesky factorization of (..., n, n) that is not positive.
 
