@@ -593,6 +593,7 @@ class LoweringKernel:
                 return found
 
             body.counts = counts  # type: ignore[attr-defined]
+        body.__name__ = scope  # the program's name in profiles
         return body
 
     def _checked(self, results: list[Any], avals: list[Aval | None]) -> list[Any]:

@@ -121,7 +121,12 @@ class _TracingKernels:
             trace.lift_all(kwargs.values())
         if _only_reads(func):
             args, kwargs = trace.cut_unwanted(args, kwargs)
-        result = run_kernel(func, kernel, args, kwargs, watched=trace.watched)
+        scope = trace.scopes and trace.scopes.around()
+        if scope is None:
+            result = run_kernel(func, kernel, args, kwargs, watched=trace.watched)
+        else:
+            with scope:
+                result = run_kernel(func, kernel, args, kwargs, watched=trace.watched)
         trace.note(result)
         return result
 
@@ -137,6 +142,7 @@ class Trace:
         self.reset_grads: set[int] = set()
         self._met_grads: set[int] = set()
         self.modules: dict[int, torch.nn.Module] = {}
+        self.scopes: Any = None  # names of modules for the program (scopes.py)
         self.arguments: set[int] = set()  # storages of the function's own arguments, by identity
         self.host_inputs: list[tuple[Callable[[], Any], Any]] = []
         self.guards: list[tuple[str, Callable[[], Any], Any]] = []

@@ -92,6 +92,7 @@ class WritingKernel(LoweringKernel):
             def run(*arrays: jax.Array) -> jax.Array:
                 return path.write_inline(arrays[0], entry.body(*arrays), arrays[1 : 1 + count])
 
+            run.__name__ = entry.body.__name__
             pair = entry.made[view._path] = (entry.compiled(run), entry.compiled(run, donate_argnums=(0,)))
         store = view._store
         # the storage, the list of arrays, getrefcount's argument: one more, and somebody relies on the base as it is
