@@ -30,6 +30,7 @@ from torchax_core.convert import is_traced
 from torchax_core.optimizers import tracing_optimizers
 from torchax_core.placement import Placed, constrain, several_devices, sharding_of, spread
 from torchax_core.rebinding import Output, Rebinding
+from torchax_core.scopes import naming_modules
 from torchax_core.shardings import resolve, spread_prefix
 from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor
 from torchax_core.trace import Trace, get_grad, promote_placeholders, set_grad, watching_grads
@@ -190,6 +191,7 @@ class Program:
             with (
                 watching_grads(),
                 tracing_optimizers(),
+                naming_modules(trace, self.owner.fn),
                 torch.autograd.set_multithreading_enabled(False),
                 _as_written(),
             ):
