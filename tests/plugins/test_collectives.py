@@ -78,6 +78,8 @@ def test_a_group_keeps_its_axis():
 def test_unknown_reductions_and_point_to_point_raise():
     x = torch.ones(4, device="jax")
     with pytest.raises(CollectiveError, match="`reduce_op` must be one of sum, avg"):
+        c10d.reduce_scatter_tensor(x, "median", 1, "solo")
+    with pytest.raises(CollectiveError, match="comes with a factor"):
         c10d.reduce_scatter_tensor(x, "premul_sum", 1, "solo")
     with pytest.raises(CollectiveError, match="ppermute"):
         c10d.isend(x, 1, 0, "solo")

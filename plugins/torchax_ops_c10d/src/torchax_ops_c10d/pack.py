@@ -5,12 +5,12 @@ from __future__ import annotations
 from torchax_core import OpSet, hookimpl
 
 TORCHAX_PACK_API = 1
-TORCHAX_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+TORCHAX_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 
 
 @hookimpl
 def torchax_op_sets() -> list[OpSet]:
     """Every family module's `ops`."""
-    from torchax_ops_c10d import collectives
+    from torchax_ops_c10d import collectives, ops
 
-    return [collectives.ops]
+    return [collectives.ops, ops.ops]

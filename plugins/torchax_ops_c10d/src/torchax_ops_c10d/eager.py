@@ -1,0 +1,315 @@
+"""torch.distributed's collectives on tensors of device "jax": read arrays, run among the members, write the results.
+
+Lists of a collective hold one tensor for each member. Of unequal shapes they travel flat, padded to the longest; between
+processes only, as the devices of a jax.shard_map run one program, in which a shape cannot differ from member to member.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax_core.errors import ShapeError
+from torchax_core.interop import jax_view, torch_view
+from torchax_ops_c10d import spmd
+from torchax_ops_c10d.groups import CollectiveError
+from torchax_ops_c10d.members import Members
+
+__all__ = [
+    "all_gather",
+    "all_gather_list",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_list",
+    "array_of",
+    "broadcast",
+    "check_reduction",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_list",
+    "scatter",
+    "tensor_of",
+    "write",
+]
+
+
+def array_of(tensor: torch.Tensor) -> jax.Array:
+    """The tensor's array. Raises ConversionError if it is on another device."""
+    return jax_view(tensor.detach())  # type: ignore[no-any-return]
+
+
+def tensor_of(array: jax.Array, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of the array, in that shape."""
+    return torch_view(array.reshape(tuple(shape)))  # type: ignore[no-any-return]
+
+
+def write(tensor: torch.Tensor, array: jax.Array) -> None:
+    """Put the array's elements into the tensor. Raises ShapeError if it has another number of them."""
+    if array.size != tensor.numel():
+        raise ShapeError(
+            f"a collective's result has {array.size} elements, but the tensor to write it to has {tensor.numel()}, in the shape "
+            f"{tuple(tensor.shape)}."
+        )
+    with torch.no_grad():
+        tensor.copy_(tensor_of(array, tensor.shape))
+
+
+def check_reduction(op: str, reduction: str, dtype: torch.dtype, factor: float | None = None) -> None:
+    """Raises CollectiveError for a reduction torch does not have, or that has no meaning for the dtype."""
+    if reduction not in spmd.REDUCTIONS:
+        raise CollectiveError(f"{op}: `reduce_op` must be one of {', '.join(spmd.REDUCTIONS)}, but is {reduction!r}.")
+    if reduction == "premul_sum" and factor is None:
+        raise CollectiveError(
+            f"{op}: `premul_sum` comes with a factor, which this op has no argument for. Multiply the tensor, and use 'sum'."
+        )
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    if (reduction.startswith("b") and not whole) or (dtype == torch.bool and reduction in ("avg", "premul_sum")):
+        raise CollectiveError(
+            f"{op}: the reduction {reduction!r} is not defined for {dtype}. Convert the tensor first."
+        )
+
+
+# -- one shape on all members --------------------------------------------------------------------
+
+
+def all_reduce(
+    op: str, members: Members, tensors: Sequence[torch.Tensor], reduction: str, factor: float | None = None
+) -> list[jax.Array]:
+    """The reduction of each tensor, all in one program."""
+    for tensor in tensors:
+        check_reduction(op, reduction, tensor.dtype, factor)
+    arrays = [array_of(t) for t in tensors]
+    return members.run(spmd.reduce_all, arrays, reduction=reduction, factor=factor)  # type: ignore[no-any-return]
+
+
+def reduce(op: str, members: Members, tensor: torch.Tensor, root: int, reduction: str, factor: float | None) -> None:
+    """The reduction, written on the member `root` only."""
+    check_source(op, members, root)
+    (result,) = all_reduce(op, members, [tensor], reduction, factor)
+    if members.rank is None:
+        here = jax.lax.axis_index(members.axis) == root  # type: ignore[attr-defined]
+        result = jnp.where(here, result.reshape(tuple(tensor.shape)), array_of(tensor))
+    if members.rank in (None, root):
+        write(tensor, result)
+
+
+def broadcast(op: str, members: Members, tensor: torch.Tensor, source: int) -> jax.Array:
+    """The tensor of the member `source`."""
+    check_source(op, members, source)
+    return members.run(spmd.broadcast, array_of(tensor), source=source)  # type: ignore[no-any-return]
+
+
+def all_gather(members: Members, tensor: torch.Tensor) -> jax.Array:
+    """Every member's tensor: (members, *its shape)."""
+    return members.run(spmd.gather, array_of(tensor)).reshape(members.size, *tensor.shape)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(
+    op: str, members: Members, tensor: torch.Tensor, reduction: str, factor: float | None = None
+) -> jax.Array:
+    """The reduction of this member's share of dimension 0: (n, ...) -> (n / members, ...)."""
+    check_reduction(op, reduction, tensor.dtype, factor)
+    parts = _parts(op, array_of(tensor), members.size)
+    return members.run(spmd.reduce_scatter, parts, reduction=reduction, factor=factor)  # type: ignore[no-any-return]
+
+
+def _parts(op: str, array: jax.Array, members: int) -> jax.Array:
+    """Dimension 0 as (members, the rest of it)."""
+    if array.ndim == 0 or array.shape[0] % members:
+        raise ShapeError(
+            f"{op}: the first dimension of `input` must divide into {members} parts, but input.shape={array.shape}. Pad it."
+        )
+    return array.reshape(members, array.shape[0] // members, *array.shape[1:])
+
+
+def check_source(op: str, members: Members, rank: int) -> None:
+    """Raises CollectiveError for a rank that no member of the group has."""
+    if not 0 <= rank < members.size:
+        raise CollectiveError(
+            f"{op}: `src` must be a member of the group, 0 to {members.size - 1}, but is {rank}: its rank within the group."
+        )
+
+
+# -- lists of tensors ----------------------------------------------------------------------------
+
+
+def all_gather_list(op: str, members: Members, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    """Every member's tensor, written to one of `outputs` each."""
+    _check_count(op, "output_tensors", outputs, members)
+    if _same(op, members, outputs):
+        _write_each(outputs, all_gather(members, tensor))
+    else:
+        longest = max(t.numel() for t in outputs)
+        _write_each(outputs, members.run(spmd.gather, _padded(array_of(tensor), longest)))
+
+
+def gather(op: str, members: Members, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
+    """Every member's tensor, written to `outputs` on the member `root`, the only one that has them."""
+    check_source(op, members, root)
+    if members.rank is None and not outputs:
+        raise _root_only(op, "gather_list", root)
+    result = all_gather(members, tensor)
+    if members.rank in (None, root):
+        _check_count(op, "gather_list", outputs, members)
+        _same(op, members, outputs)
+        _write_each(outputs, result)
+
+
+def scatter(op: str, members: Members, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> None:
+    """This member's of the `tensors` that the member `root` has, written to `output`."""
+    check_source(op, members, root)
+    if tensors:
+        _check_count(op, "scatter_list", tensors, members)
+        if any(t.shape != output.shape or t.dtype != output.dtype for t in tensors):
+            raise ShapeError(
+                f"{op}: all of `scatter_list` must be as `tensor`, {output.dtype} of shape {tuple(output.shape)}, but they "
+                f"are {[(str(t.dtype), tuple(t.shape)) for t in tensors]}."
+            )
+        parts = jnp.stack([array_of(t) for t in tensors])
+    elif members.rank is None:
+        raise _root_only(op, "scatter_list", root)
+    else:
+        parts = jnp.stack([array_of(output)] * members.size)  # of the right shape; not read
+    write(output, members.run(spmd.scatter, parts, source=root))
+
+
+def reduce_scatter_list(
+    op: str,
+    members: Members,
+    output: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    reduction: str,
+    factor: float | None = None,
+) -> None:
+    """The reduction of this member's of the `tensors`, written to `output`."""
+    _check_count(op, "input_tensors", tensors, members)
+    check_reduction(op, reduction, output.dtype, factor)
+    if _same(op, members, tensors):
+        parts = jnp.stack([array_of(t) for t in tensors])
+    else:
+        longest = max(t.numel() for t in tensors)
+        parts = jnp.stack([_padded(array_of(t), longest) for t in tensors])
+    result = members.run(spmd.reduce_scatter, parts, reduction=reduction, factor=factor)
+    write(output, result.reshape(-1)[: output.numel()])
+
+
+def all_to_all_list(
+    op: str, members: Members, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> None:
+    """`tensors[i]` goes to member i; what comes from it is written to `outputs[i]`."""
+    _check_count(op, "output_tensors", outputs, members)
+    _check_count(op, "input_tensors", tensors, members)
+    arrays = [array_of(t) for t in tensors]
+    if members.rank is None:
+        _same(op, members, [*tensors, *outputs])
+        _write_each(outputs, members.run(spmd.exchange, jnp.stack(arrays)))
+        return
+    sizes = [a.size for a in arrays], [t.numel() for t in outputs]
+    received = _exchange(op, members, arrays, *sizes)
+    for output, part in zip(outputs, received, strict=True):
+        write(output, part)
+
+
+def all_to_all(
+    op: str,
+    members: Members,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+) -> jax.Array:
+    """Rows of `tensor`, `input_splits[i]` of them, go to member i; the rows received are joined.
+
+    No splits: equal parts. Raises ShapeError unless the splits add up; CollectiveError for unequal ones in a jax.shard_map.
+    """
+    array = array_of(tensor)
+    size = members.size
+    if not output_splits and not input_splits:
+        parts = members.run(spmd.exchange, _parts(op, array, size))
+        return parts.reshape(array.shape)  # type: ignore[no-any-return]
+    even = [array.shape[0] // size] * size
+    input_splits, output_splits = list(input_splits) or even, list(output_splits) or even
+    if len(input_splits) != size or len(output_splits) != size or sum(input_splits) != array.shape[0]:
+        raise ShapeError(
+            f"{op}: splits must be one for each of the {size} members, and those of the input add up to its first dimension, "
+            f"but input_split_sizes={input_splits}, output_split_sizes={output_splits} and input.shape={array.shape}."
+        )
+    if members.rank is None:
+        if input_splits != even or output_splits != even:
+            raise CollectiveError(
+                f"{op}: all parts must have one size, as every device runs the same program, in which no shape differs from "
+                f"member to member, but input_split_sizes={input_splits} and output_split_sizes={output_splits} for "
+                f"input.shape={array.shape}. Pad all parts to the largest; where whole tensors change places, use "
+                "torchax_ops_c10d.permute_tensor."
+            )
+        return members.run(spmd.exchange, _parts(op, array, size)).reshape(array.shape)  # type: ignore[no-any-return]
+    row = array.shape[1:]
+    width = math.prod(row)
+    starts = np.cumsum([0, *input_splits])
+    parts = [array[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    received = _exchange(op, members, parts, [n * width for n in input_splits], [n * width for n in output_splits])
+    return jnp.concatenate(received).reshape(sum(output_splits), *row)
+
+
+def _exchange(
+    op: str, members: Members, parts: Sequence[jax.Array], sizes: Sequence[int], expected: Sequence[int]
+) -> list[jax.Array]:
+    """Parts of any sizes, to processes and from them, as flat arrays of `expected` elements.
+
+    No member knows what the others send to each other, and all must run one program: they first agree on the longest.
+    """
+    counts = np.asarray([*sizes], np.int32)
+    received, longest = members.run(_agree, jnp.asarray(counts))
+    if received.tolist() != list(expected):
+        raise ShapeError(
+            f"{op}: this rank, {members.rank}, expects {list(expected)} elements from the members, but they send "
+            f"{received.tolist()}. One's output_split_sizes must be what the others' input_split_sizes say."
+        )
+    result = members.run(spmd.exchange, jnp.stack([_padded(part, int(longest[0])) for part in parts]))
+    return [result[i, :count] for i, count in enumerate(expected)]
+
+
+def _agree(counts: jax.Array, axis: spmd.Axis | None) -> tuple[jax.Array, jax.Array]:
+    """How many elements every member sends to this one, and the most that any sends to any."""
+    return spmd.exchange(counts, axis), spmd.reduce(counts.max(keepdims=True), "max", axis)
+
+
+def _padded(array: jax.Array, length: int) -> jax.Array:
+    flat = array.reshape(-1)
+    return jnp.pad(flat, (0, length - flat.size))
+
+
+def _same(op: str, members: Members, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all have one shape. Raises CollectiveError if not, inside a jax.shard_map."""
+    shapes = {tuple(t.shape) for t in tensors}
+    if len(shapes) > 1 and members.rank is None:
+        raise CollectiveError(
+            f"{op}: inside jax.shard_map the tensors of a list must have one shape, as every device runs the same program, "
+            f"but have {sorted(shapes)}. Pad them to the largest."
+        )
+    return len(shapes) == 1
+
+
+def _check_count(op: str, name: str, tensors: Sequence[torch.Tensor], members: Members) -> None:
+    if len(tensors) != members.size:
+        raise ShapeError(
+            f"{op}: `{name}` must have one tensor for each of the {members.size} members, but has {len(tensors)}."
+        )
+
+
+def _write_each(tensors: Sequence[torch.Tensor], results: jax.Array) -> None:
+    """Row i of `results`, as far as it goes, to tensor i."""
+    for tensor, result in zip(tensors, results, strict=True):
+        write(tensor, result if result.shape == tensor.shape else result.reshape(-1)[: tensor.numel()])
+
+
+def _root_only(op: str, name: str, root: int) -> CollectiveError:
+    return CollectiveError(
+        f"{op}: inside jax.shard_map every device runs the program of rank 0, which has no `{name}` for the root {root}. Make "
+        "rank 0 the root."
+    )

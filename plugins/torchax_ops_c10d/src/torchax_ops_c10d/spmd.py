@@ -1,0 +1,133 @@
+"""Each collective as a JAX function of one member's array: what runs inside jax.shard_map, whatever the members are.
+
+`axis` is the mesh axis whose positions are the members; None: there is one member. Arrays of bools travel as integers.
+
+Source: https://docs.jax.dev/en/latest/jax.lax.html#parallel-operators
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+__all__ = [
+    "REDUCTIONS",
+    "Axis",
+    "broadcast",
+    "exchange",
+    "gather",
+    "permute",
+    "reduce",
+    "reduce_all",
+    "reduce_scatter",
+    "scatter",
+]
+
+Axis = str | tuple[str, ...]
+
+_DIRECT: dict[str, Callable[[jax.Array, Axis], jax.Array]] = {
+    "sum": jax.lax.psum,
+    "max": jax.lax.pmax,
+    "min": jax.lax.pmin,
+}
+# What JAX has no collective for is reduced after gathering: arrays of all members, stacked along axis 0.
+_STACKED: dict[str, Callable[..., jax.Array]] = {
+    "sum": jnp.sum,
+    "max": jnp.max,
+    "min": jnp.min,
+    "product": jnp.prod,
+    "band": jnp.bitwise_and.reduce,
+    "bor": jnp.bitwise_or.reduce,
+    "bxor": jnp.bitwise_xor.reduce,
+}
+REDUCTIONS = ("sum", "avg", *list(_STACKED)[1:], "premul_sum")
+"""torch's reductions, by the names that _c10d_functional knows them by."""
+
+
+def reduce(x: jax.Array, reduction: str, axis: Axis | None, factor: float | None = None) -> jax.Array:
+    """The reduction over all members, on every member. x: any shape; returns its shape and dtype.
+
+    An "avg" of integers is truncated towards zero, and a "sum" of bools is their "or", as NCCL has them.
+    """
+    if reduction == "premul_sum":
+        return reduce((x * factor).astype(x.dtype), "sum", axis)
+    if axis is None:
+        return x
+    if x.dtype == jnp.bool_:
+        return reduce(x.astype(jnp.int32), reduction, axis) != 0
+    if reduction == "avg":
+        return _divide(reduce(x, "sum", axis), int(jax.lax.axis_size(axis)))
+    if reduction in _DIRECT:
+        return _DIRECT[reduction](x, axis)
+    return _STACKED[reduction](jax.lax.all_gather(x, axis), axis=0).astype(x.dtype)
+
+
+def reduce_all(
+    xs: Sequence[jax.Array], reduction: str, axis: Axis | None, factor: float | None = None
+) -> list[jax.Array]:
+    """`reduce` of each of several arrays."""
+    return [reduce(x, reduction, axis, factor) for x in xs]
+
+
+def reduce_scatter(parts: jax.Array, reduction: str, axis: Axis | None, factor: float | None = None) -> jax.Array:
+    """The reduction of this member's part. parts: (members, ...), one for each; returns (...)."""
+    if reduction == "premul_sum":
+        return reduce_scatter((parts * factor).astype(parts.dtype), "sum", axis)
+    if axis is None:
+        return parts[0]
+    if parts.dtype == jnp.bool_:
+        return reduce_scatter(parts.astype(jnp.int32), reduction, axis) != 0
+    if reduction == "avg":
+        return _divide(reduce_scatter(parts, "sum", axis), parts.shape[0])
+    if reduction == "sum":
+        return jax.lax.psum_scatter(parts, axis)
+    return _STACKED[reduction](exchange(parts, axis), axis=0).astype(parts.dtype)
+
+
+def gather(x: jax.Array, axis: Axis | None) -> jax.Array:
+    """Every member's array, stacked. x: (...); returns (members, ...)."""
+    return x[None] if axis is None else jax.lax.all_gather(x, axis)
+
+
+def exchange(parts: jax.Array, axis: Axis | None) -> jax.Array:
+    """Part i goes to member i. parts: (members, ...); returns the parts received, (members, ...)."""
+    return parts if axis is None else jax.lax.all_to_all(parts, axis, 0, 0, tiled=True)
+
+
+def broadcast(x: jax.Array, source: int, axis: Axis | None) -> jax.Array:
+    """The array of the member `source`, on every member."""
+    if axis is None:
+        return x
+    if x.dtype == jnp.bool_:
+        return broadcast(x.astype(jnp.int32), source, axis) != 0
+    return jax.lax.psum(_only_of(x, source, axis), axis)
+
+
+def scatter(parts: jax.Array, source: int, axis: Axis | None) -> jax.Array:
+    """This member's part of what the member `source` has. parts: (members, ...); returns (...)."""
+    if axis is None:
+        return parts[0]
+    if parts.dtype == jnp.bool_:
+        return scatter(parts.astype(jnp.int32), source, axis) != 0
+    return jax.lax.psum_scatter(_only_of(parts, source, axis), axis)
+
+
+def permute(x: jax.Array, pairs: tuple[tuple[int, int], ...], axis: Axis | None) -> jax.Array:
+    """The array of the member that sends to this one by `pairs`, (sender, receiver); zeros if none does."""
+    if axis is None:
+        return x if pairs else jnp.zeros_like(x)
+    return jax.lax.ppermute(x, axis, pairs)
+
+
+def _divide(total: jax.Array, members: int) -> jax.Array:
+    if jnp.issubdtype(total.dtype, jnp.integer):
+        return jax.lax.div(total, jnp.asarray(members, total.dtype))
+    return total / members
+
+
+def _only_of(x: jax.Array, source: int, axis: Axis) -> jax.Array:
+    """x on one member, and on the others what adds nothing: of floats that is -0.0, as -0.0 + 0.0 is 0.0."""
+    nothing = jnp.full_like(x, -0.0) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.zeros_like(x)
+    return jnp.where(jax.lax.axis_index(axis) == source, x, nothing)
