@@ -80,6 +80,8 @@ _TENSORS = frozenset({Tensor, View})
 
 def _static(leaf: Any, name: str) -> Any:
     """What of an argument that is no tensor is part of the key: 1, 1.0 and True are three."""
+    if leaf.__class__ is _Static:
+        return leaf
     if leaf.__class__ is functools.partial:
         return (functools.partial, leaf.func, *(_static(part, name) for part in (*leaf.args, *leaf.keywords.items())))
     try:

@@ -23,14 +23,14 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core import collector, log
+from torchax_core import collector, counters, log
 from torchax_core.arguments import Call, StaticArguments, flatten, unflatten
 from torchax_core.bridge import call_jax
 from torchax_core.environment import current_env
 from torchax_core.placement import constrain
 from torchax_core.program import Program, traced
 from torchax_core.rebinding import Habits
-from torchax_core.shardings import argument_shardings, resolve, spread_prefix
+from torchax_core.shardings import argument_shardings, automatic_axes, resolve, spread_prefix
 from torchax_core.tensor import DEVICE_TYPE, Tensor, active
 
 __all__ = ["JittedFunction", "compile", "jit"]
@@ -79,12 +79,20 @@ class JittedFunction:
         self.habits = Habits()
         self._programs: dict[Any, list[Program]] = {}
         self._last_key: Any = None
+        self.calls = 0  # of a program of its own
+        counters.jitted.add(self)
         self._warned = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.in_shardings is None and self.out_shardings is None:
+            return self._run(args, kwargs)
+        with automatic_axes():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if active.trace is not None:
             return self._inline(args, kwargs)
         watch = current_env()._watch  # of a debug check, or TORCHAX_LOG=ops
@@ -94,6 +102,7 @@ class JittedFunction:
         program = self._program(call)
         if program is None:
             return self._inline(args, kwargs)
+        self.calls += 1
         if watch is not None:
             return watch.jitted(self, program, call.leaves, lambda: program.run(call), args, kwargs)
         return program.run(call)
@@ -134,7 +143,8 @@ class JittedFunction:
         Source: https://docs.jax.dev/en/latest/aot.html
         """
         call = self.call(args, kwargs)
-        program = self._program(call)
+        with automatic_axes():
+            program = self._program(call)
         if program is None:
             raise RuntimeError(
                 f"jit({self.name}).lower: an argument is traced by a jax transformation. Lower that transformed function "

@@ -5,6 +5,7 @@ Source: https://docs.jax.dev/en/latest/_autosummary/jax.jit.html
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -12,8 +13,9 @@ import jax
 
 from torchax_core.arguments import Call, flatten
 from torchax_core.errors import ShapeError
+from torchax_core.placement import automatic_mesh
 
-__all__ = ["argument_shardings", "resolve", "spread_prefix"]
+__all__ = ["argument_shardings", "automatic_axes", "resolve", "spread_prefix"]
 
 
 def argument_shardings(prefix: Any, call: Call, static: Any, what: str) -> list[Any]:
@@ -63,6 +65,16 @@ def spread_prefix(prefix: Any, tree: Any, what: str) -> list[Any]:
     return [s for key, part in parts.items() for s in spread_prefix(fields[key], part, f"{what}[{key!r}]")]
 
 
+def automatic_axes() -> Any:
+    """A context in which the axes of the mesh that is set are automatic ones, as torch code needs them (placement.py)."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside a jax transformation
+        return contextlib.nullcontext()
+    automatic = automatic_mesh(mesh)
+    return contextlib.nullcontext() if automatic is mesh else jax.set_mesh(automatic)
+
+
 def _fields(tree: Any) -> dict[Any, Any] | None:
     """The parts of a container by their names, in the order of its leaves; None for what is none."""
     if isinstance(tree, dict):
@@ -101,4 +113,6 @@ def resolve(prefix: Any, what: str) -> Any:
 
 def _short(tree: Any) -> str:
     fields = _fields(tree)
-    return type(tree).__name__ if fields is None else f"{type(tree).__name__} of {len(fields)}"
+    if fields is None:
+        return type(tree).__name__
+    return f"{type(tree).__name__} of {', '.join(map(repr, fields)) if isinstance(tree, dict) else len(fields)}"
