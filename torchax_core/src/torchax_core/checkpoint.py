@@ -155,7 +155,7 @@ def load_checkpoint(path: str | os.PathLike[str], step: int | None = None, *, in
     _verify(folder, manifest)
     wanted: dict[int, Any] = {}
     if into is not None:
-        _shardings(into, manifest["state"], wanted)
+        _shardings(into, manifest["state"], [tuple(fact["shape"]) for fact in manifest["arrays"]], wanted)
     arrays = _read_arrays(folder, manifest, wanted)
     if into is None:
         return _to_arrays(_decode(manifest["state"], arrays))
@@ -437,13 +437,15 @@ def _random_state() -> dict[str, Any]:
     return {"torch": torch.get_rng_state(), "jax": current_env().random.get_state()}
 
 
-def _shardings(into: Any, code: Any, wanted: dict[int, Any]) -> None:
-    """How the arrays of `code` are laid out in what takes them up, by their number."""
+def _shardings(into: Any, code: Any, shapes: list[tuple[int, ...]], wanted: dict[int, Any]) -> None:
+    """How the arrays of `code`, of these shapes, are laid out in what takes them up, by their number."""
     target = into.state_dict() if _is_stateful(into) else into
     content: Any
     what, content = next(iter(code.items())) if isinstance(code, dict) else ("", None)
     if what == "stateful":
-        _shardings(target, content, wanted)
+        _shardings(target, content, shapes, wanted)
+        if isinstance(into, torch.optim.Optimizer):
+            _shardings({"state": _state_like_parameters(into, content, shapes)}, content, shapes, wanted)
     elif what == "array" and isinstance(target, (Tensor, jax.Array)):
         array = target.detach().jax() if isinstance(target, Tensor) else target
         wanted[content] = array.sharding
@@ -453,10 +455,25 @@ def _shardings(into: Any, code: Any, wanted: dict[int, Any]) -> None:
             if inner is None and isinstance(target, dict):
                 inner = target.get(key)
             if inner is not None:
-                _shardings(inner, item, wanted)
+                _shardings(inner, item, shapes, wanted)
     elif what in ("list", "tuple") and isinstance(target, (list, tuple)):
         for inner, item in zip(target, content, strict=False):
-            _shardings(inner, item, wanted)
+            _shardings(inner, item, shapes, wanted)
+
+
+def _state_like_parameters(optimizer: Any, code: Any, shapes: list[tuple[int, ...]]) -> dict[Any, Any]:
+    """In the place of an optimizer's state, which there may be none of yet, the parameters that it is to lie like."""
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    entries = dict(code["dict"]).get("state", {}).get("dict", ())
+    return {
+        number: {
+            name: parameters[number]
+            for name, item in entry.get("dict", ())
+            if isinstance(item, dict) and "array" in item and shapes[item["array"]] == tuple(parameters[number].shape)
+        }
+        for number, entry in entries
+        if number in parameters and isinstance(entry, dict)
+    }
 
 
 def put_into(into: Any, state: Any, random: Any) -> Any:

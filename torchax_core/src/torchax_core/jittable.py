@@ -17,21 +17,21 @@ from torchax_core.environment import Environment, current_env
 from torchax_core.functional import jax_jit
 from torchax_core.tensor import Tensor
 
-__all__ = ["JittableModule", "call_with", "extract_all_buffers", "extract_jax", "set_all_buffers", "tied_names"]
+__all__ = ["JittableModule", "call_with", "extract_all_buffers", "extract_jax", "set_all_buffers", "tensor_places", "tied_names"]
 
 
 def extract_all_buffers(m: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(parameters that are trained, every other tensor) of a module by name: frozen parameters, buffers, plain attributes."""
     params: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
-    for name, members, attribute in _places(m):
+    for name, members, attribute in tensor_places(m):
         value = members[attribute]
         trained = isinstance(value, torch.nn.Parameter) and value.requires_grad
         (params if trained else others)[name] = value
     return params, others
 
 
-def _places(m: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+def tensor_places(m: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Every tensor of a module by name, with the dict that holds it and its key there."""
     for prefix, module in m.named_modules(remove_duplicate=False):
         for members in (module._parameters, module._buffers, vars(module)):
@@ -286,7 +286,7 @@ class JittableModule(torch.nn.Module):
         plain -= {name for name, _ in self._model.named_parameters()}
         options = _without_tensors(self._extra_jit_args)
         direct = None if options is None else jax_jit(_signed(self._method(key), signature, 0), options)
-        places = {name: (members, attribute) for name, members, attribute in _places(self._model)}
+        places = {name: (members, attribute) for name, members, attribute in tensor_places(self._model)}
 
         def call(*args: Any, **kwargs: Any) -> Any:
             own = direct is not None

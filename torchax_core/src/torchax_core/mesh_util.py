@@ -11,14 +11,10 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core.functional import jax_jit
-from torchax_core.jittable import extract_all_buffers, tied_names
-from torchax_core.placement import automatic
-from torchax_core.tensor import Tensor
+from torchax_core.distributed.meshes import as_mesh
+from torchax_core.distributed.modules import Rules, make_in_shards, named_tensors, shard_module, shardings_by_rules
 
 __all__ = ["Mesh", "SingleAxisSharder"]
-
-Sharder = Callable[[str, Any], jax.sharding.PartitionSpec]
 
 
 class SingleAxisSharder:
@@ -52,7 +48,8 @@ class Mesh:
     """A jax mesh with a sharder: models are made on it, or moved to it.
 
     jax_mesh: a jax.sharding.Mesh.
-    sharder:  default for the methods; None: a SingleAxisSharder if the mesh has one axis.
+    sharder:  default for the methods; None: a SingleAxisSharder if the mesh has one axis. The rules of
+              torchax_core.distributed.shard_module will do too.
     """
 
     @classmethod
@@ -62,7 +59,7 @@ class Mesh:
         mesh = jax.make_mesh((count,), (axis_name,), axis_types=(jax.sharding.AxisType.Auto,))
         return cls(mesh, SingleAxisSharder(axis_name, count, replicate_unshardable=True))
 
-    def __init__(self, jax_mesh: jax.sharding.Mesh, sharder: Sharder | None = None) -> None:
+    def __init__(self, jax_mesh: jax.sharding.Mesh, sharder: Rules | None = None) -> None:
         self.jax_mesh = jax_mesh
         if sharder is None and len(jax_mesh.axis_names) == 1:
             sharder = SingleAxisSharder(jax_mesh.axis_names[0], jax_mesh.size)
@@ -73,7 +70,7 @@ class Mesh:
         model_class: Callable[..., torch.nn.Module],
         init_args: tuple[Any, ...],
         init_kwargs: dict[str, Any] | None = None,
-        override_sharder: Sharder | None = None,
+        override_sharder: Rules | None = None,
     ) -> torch.nn.Module:
         """`model_class(*init_args, **init_kwargs)`, its weights made in their shards: no device, nor the host, holds them whole.
 
@@ -82,44 +79,25 @@ class Mesh:
         kwargs = init_kwargs or {}
         with torch.device("meta"):
             model = model_class(*init_args, **kwargs)
-        tensors = _tensors(model)
-        names = tied_names(tensors)
-        aliases = {alias for group in names.values() for alias in group}
-        shardings = {n: s for n, s in self._shardings(tensors, override_sharder).items() if n not in aliases}
 
         def make() -> dict[str, torch.Tensor]:
             with torch.device("jax"):
-                made = _tensors(model_class(*init_args, **kwargs))
-            return {name: made[name].detach() for name in shardings}
+                return named_tensors(model_class(*init_args, **kwargs))
 
-        values = jax_jit(make, {"out_shardings": shardings})()
-        for name, value in values.items():
-            if isinstance(tensors[name], torch.nn.Parameter):
-                value = torch.nn.Parameter(value, requires_grad=tensors[name].requires_grad)
-            for place in (name, *names.get(name, ())):
-                owner, _, attribute = place.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, value)
-        return model
+        return make_in_shards(model, self._shardings(named_tensors(model), override_sharder), make)
 
-    def shard_model(self, model: torch.nn.Module, override_sharder: Sharder | None = None) -> torch.nn.Module:
-        """The model moved to device "jax", its weights laid out over the mesh, in place."""
-        model.to("jax")
-        tensors = {name: value for name, value in _tensors(model).items() if isinstance(value, Tensor)}
-        for name, sharding in self._shardings(tensors, override_sharder).items():
-            tensors[name].shard_(sharding)  # type: ignore[attr-defined]
-        return model
+    def shard_model(self, model: torch.nn.Module, override_sharder: Rules | None = None) -> torch.nn.Module:
+        """The model on device "jax", its weights laid out over the mesh, in place; from the CPU they are moved one by one."""
+        return shard_module(model, self.jax_mesh, self._sharder_or(override_sharder))
 
-    def _shardings(self, tensors: dict[str, torch.Tensor], override: Sharder | None) -> dict[str, Any]:
+    def _shardings(self, tensors: dict[str, torch.Tensor], override: Rules | None) -> dict[str, Any]:
+        return shardings_by_rules(tensors, as_mesh(self.jax_mesh), self._sharder_or(override))
+
+    def _sharder_or(self, override: Rules | None) -> Rules:
         sharder = override or self._sharder
         if sharder is None:
             raise ValueError(
                 f"a mesh of axes {self.jax_mesh.axis_names} needs a sharder: Mesh(mesh, sharder), with "
                 "`sharder(name, tensor) -> jax.P(...)`."
             )
-        named = jax.sharding.NamedSharding
-        return {name: automatic(named(self.jax_mesh, sharder(name, tensor))) for name, tensor in tensors.items()}
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    params, others = extract_all_buffers(model)
-    return {**params, **others}
+        return sharder

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from torchax_core.convert import scalar_array
 from torchax_core.customs import tracing_functions
+from torchax_core.placement import laid_out_like
 from torchax_core.tensor import Tensor, active, wrap_array
 
 __all__ = ["tracing_optimizers"]
@@ -117,6 +118,8 @@ def _make_state(optimizer: Optimizer, trace: Any) -> None:
                 if isinstance(value, torch.Tensor) and not isinstance(value, Tensor):
                     wide = value.double() if name == "step" and value.is_floating_point() else value
                     state[name] = wide.to("jax")
+                elif isinstance(value, Tensor):  # from a file, it lies on one device as a whole
+                    value._store.array = laid_out_like(value._store.array, parameter._store.array)
 
 
 @contextlib.contextmanager

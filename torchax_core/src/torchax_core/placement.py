@@ -14,7 +14,17 @@ from jax.experimental.shard_alike import shard_alike
 
 from torchax_core.convert import is_traced
 
-__all__ = ["Placed", "alike", "automatic", "constrain", "laid_out_like", "several_devices", "sharding_of", "spread"]
+__all__ = [
+    "Placed",
+    "alike",
+    "automatic",
+    "automatic_mesh",
+    "constrain",
+    "laid_out_like",
+    "several_devices",
+    "sharding_of",
+    "spread",
+]
 
 
 @functools.cache
@@ -90,15 +100,20 @@ def spread(stores: list[Any], others: list[Any]) -> None:
             store.array = jax.device_put(store.array, everywhere)
 
 
-def automatic(sharding: Any) -> Any:
-    """The sharding with the explicit axes of its mesh (jax.make_mesh's default) as automatic ones: how ops run on shards is
-    XLA's affair."""
+def automatic_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """The mesh with its explicit axes (jax.make_mesh's default) as automatic ones: how ops run on shards is XLA's affair."""
     axis = jax.sharding.AxisType
-    if not isinstance(sharding, jax.sharding.NamedSharding) or axis.Explicit not in sharding.mesh.axis_types:
+    if axis.Explicit not in mesh.axis_types:
+        return mesh
+    types = tuple(axis.Auto if t is axis.Explicit else t for t in mesh.axis_types)
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def automatic(sharding: Any) -> Any:
+    """The sharding over its mesh with automatic axes."""
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
         return sharding
-    types = tuple(axis.Auto if t is axis.Explicit else t for t in sharding.mesh.axis_types)
-    mesh = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names, axis_types=types)
-    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.sharding.NamedSharding(automatic_mesh(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def constrain(array: Any, sharding: Any) -> Any:
