@@ -147,8 +147,11 @@ def test_doctor():
     text, code = invoke("doctor")
     assert code == 0, text
     assert "FAIL" not in text and text.rstrip().endswith("all is well")
-    rows = json.loads(invoke("doctor", "--json")[0])
+    found = json.loads(invoke("doctor", "--json")[0])
+    rows = found["checks"]
     assert all(row["ok"] for row in rows) and {"versions", "packs", "an op", "jit"} <= {row["check"] for row in rows}
+    assert found["ok"] and found["report"]["versions"] == torchax_core.report().versions
+    assert {"aten"} <= {pack["name"] for pack in found["report"]["packs"]}
 
 
 def test_doctor_finds_unmet_requirements(monkeypatch):

@@ -33,6 +33,7 @@ from torchax_core.promotion import (
     Promotion,
     opmath,
 )
+from torchax_core.reporting import report
 from torchax_core.tensor import Tensor
 from torchax_core.view import View
 
@@ -68,6 +69,7 @@ __all__ = [
     "Override",
     "override_op_definition",
     "Promotion",
+    "report",
     "SAME",
     "save_checkpoint",
     "tensor",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,16 @@ import typer
 from torchax_core.cli.output import PROBLEM, JsonOption, print_json, print_text
 from torchax_core.config import Config
 from torchax_core.registry import OpTable
+from torchax_core.reporting import report, versions
 
 __all__ = ["doctor"]
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Check this installation: versions, devices, packs, and whether ops run. Exit code 1 if a check fails."""
+    """Check this installation: versions, devices, packs, and whether ops run. Exit code 1 if a check fails.
+
+    With --json: the checks, and torchax_core.report() after them.
+    """
     checks = []
     for name, check in _CHECKS.items():
         try:
@@ -33,23 +36,21 @@ def doctor(as_json: JsonOption = False) -> None:
             print_text(f"{'ok  ' if good else 'FAIL'} {name}: {found}")
     failed = [check for check in checks if not check["ok"]]
     if as_json:
-        print_json(checks)
+        print_json({"ok": not failed, "checks": checks, "report": report().as_dict()})
     else:
         print_text("all is well" if not failed else f"{len(failed)} of {len(checks)} checks failed")
     raise typer.Exit(PROBLEM if failed else 0)
 
 
 def _check_versions() -> str:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "jax", "jaxlib", "numpy", "pluggy"):
-        found[name] = importlib.metadata.version(name)
-    ours = {d.name: d.version for d in importlib.metadata.distributions() if d.name and d.name.startswith("torchax-")}
+    found = versions()
+    ours = [name for name in found if name.startswith("torchax-")]
     problems = []
     for name in ours:
         problems += _unmet(name)
     if problems:
         raise RuntimeError("; ".join(problems))
-    return ", ".join(f"{name} {version}" for name, version in (found | dict(sorted(ours.items()))).items())
+    return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
 def _unmet(distribution: str) -> list[str]:
