@@ -20,6 +20,7 @@ from torchax_core.conformance import (
     Report,
     Result,
     cells,
+    checks,
     known_failures,
     ops_of,
     run_cell,
@@ -276,6 +277,24 @@ def test_a_result_further_from_the_truth_than_torch_fails_and_a_nearer_one_passe
         assert run_cell(Cell("exp", "float32", "forward"), max_samples=1).status == status
 
 
+def test_a_nearer_result_passes_in_out_of_another_dtype_too(monkeypatch):
+    """CPU torch takes `log` of a rounded quotient: where that is near 1, little is right of what it writes to `out`."""
+
+    def exact(op, x, eps=None, out=None):
+        wide = op(x.double(), eps)
+        return wide.to(x.dtype) if out is None else out.copy_(wide.to(x.dtype))
+
+    def off(op, x, eps=None, out=None):
+        result = exact(op, x, eps) + 0.2
+        return result if out is None else out.copy_(result)
+
+    monkeypatch.setattr("torchax_core.conformance.checks._OUTS", {checks._WIDER: checks._OUTS[checks._WIDER]})
+    for how, status in ((exact, "passed"), (off, "failed")):
+        ops = dict(ops_of(None), logit=Wrong(ops_of(None)["logit"], how))
+        monkeypatch.setattr(running, "ops_of", lambda pack, ops=ops: ops)
+        assert run_cell(Cell("logit", "bfloat16", "out"), max_samples=1).status == status
+
+
 def test_time_over(monkeypatch):
     ops = dict(ops_of(None), exp=Wrong(ops_of(None)["exp"], lambda op, x: time.sleep(60)))
     monkeypatch.setattr(running, "ops_of", lambda pack: ops)
@@ -370,6 +389,14 @@ def test_summary_counts_before_and_after_known_failures(report):
     assert lines["forward", "all"] == ["3", "1", "0", "2", "1", "1", "33.33", "66.67"]
     assert lines["out", "int64"] == ["1", "0", "1", "0", "0", "0", "-", "-"]
     assert lines["all", "all"][0] == "4"
+
+
+def test_summary_has_dtypes_in_their_order(report):
+    for dtype in ("bool", "complex128", "float16"):
+        cell = Cell("add", dtype, "forward")
+        report.results[cell] = Result(cell, "passed")
+    rows = [line.split()[1] for line in summary(report)[1:] if line.startswith("forward")]
+    assert rows == ["bool", "int64", "float16", "float32", "complex128", "all"]
 
 
 def test_slowest(report):

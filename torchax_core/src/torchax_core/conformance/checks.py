@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torchax_core import testing
 from torchax_core.conformance import gradients
-from torchax_core.conformance.compare import NoSample, assert_same, call, equal, has_values, reference
+from torchax_core.conformance.compare import NoSample, assert_same, call, equal, has_values, in_double, reference
 from torchax_core.conformance.samples import Sample, tensors_in
 
 if TYPE_CHECKING:
@@ -98,6 +98,10 @@ class _Writing:
     def __init__(self, op: OpInfo, made: Any, device: str) -> None:
         self.op, self.made, self.device = op, made, device
         self.warned = False
+
+    def in_double(self, *args: Any, **kwargs: Any) -> Any:
+        """The same with targets that do not round, for arguments that are in double precision themselves."""
+        return _Writing(self.op, pytree.tree_map(in_double, self.made), self.device)(*args, **kwargs)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in((x, args, kwargs))

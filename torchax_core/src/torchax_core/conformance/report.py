@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core.conformance.cells import FAILED, MODES, Cell, Result
+from torchax_core.conformance.cells import DTYPES, FAILED, MODES, Cell, Result
 from torchax_core.conformance.known import KnownFailure, reason
 from torchax_core.packs import host
 
@@ -133,12 +133,18 @@ def summary(report: Report) -> list[str]:
         groups.setdefault((result.cell.mode, result.cell.dtype), []).append(result)
     rows = [["mode", "dtype", "cells", "passed", "no sample", "failed", "known", "remain", "passed %", "with known %"]]
     for mode in MODES:
-        parts = {dtype: results for (m, dtype), results in groups.items() if m == mode}
+        parts = {dtype: groups[m, dtype] for m, dtype in sorted(groups, key=_place) if m == mode}
         if len(parts) > 1:
             parts["all"] = list(itertools.chain.from_iterable(parts.values()))
         rows += [[mode, dtype, *_numbers(report, results)] for dtype, results in parts.items()]
     rows.append(["all", "all", *_numbers(report, list(report.results.values()))])
     return _aligned(rows, names=2)
+
+
+def _place(group: tuple[str, str]) -> tuple[int, str]:
+    """Rows come in the order of `DTYPES`; what is not in it, last."""
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    return (names.index(group[1]) if group[1] in names else len(names), group[1])
 
 
 def _numbers(report: Report, results: Sequence[Result]) -> list[str]:
