@@ -151,3 +151,79 @@ def test_errors_are_torchs():
     assert_same_error(torch.mm, torch.ones(2, 3), torch.ones(2, 3))
     assert_same_error(torch.bmm, torch.ones(2, 3), torch.ones(2, 3))
     assert_same_error(torch.dot, torch.ones(2), torch.ones(3))
+
+
+MATMULS = [
+    ((3, 4), (4, 5)),
+    ((2, 3, 4), (4, 5)),
+    ((2, 3, 4), (2, 4, 5)),
+    ((1, 3, 4), (6, 4, 5)),
+    ((7, 1, 3, 4), (5, 4, 6)),
+    ((3, 4), (2, 4, 5)),
+    ((4,), (3, 4, 5)),
+    ((3, 2, 4), (4,)),
+    ((3, 4), (4,)),
+    ((4,), (4,)),
+    ((2, 3, 0), (0, 5)),
+]
+
+
+def derivatives(fn, *operands, wants, device):
+    """The result, first gradients of the operands at `wants`, and (float64, several) gradients of the squares of these."""
+    tensors = [t if t is None else t.to(device).requires_grad_(i in wants) for i, t in enumerate(operands)]
+    chosen = [tensors[i] for i in wants]
+    out = fn(*tensors)
+    twice = out.dtype is torch.float64 and {0, 1} <= set(wants)  # of one alone, there may be nothing to differentiate
+    cotangent = sample(tuple(out.shape), out.dtype, seed=9).to(device)
+    first = torch.autograd.grad(out, chosen, cotangent, create_graph=twice)
+    if not twice:
+        return [out, *first]
+    squares = sum((g**2).sum() for g in first)
+    return [out, *first, *torch.autograd.grad(squares, chosen, allow_unused=True, materialize_grads=True)]
+
+
+def assert_same_derivatives(fn, *operands, wants):
+    half = (
+        operands[0].dtype is torch.bfloat16
+    )  # CPU torch rounds each product before it adds them up over broadcast dims
+    tolerance = 5e-2 if half else None
+    expected = derivatives(fn, *[t if t is None else t.clone() for t in operands], wants=wants, device="cpu")
+    actual = derivatives(fn, *operands, wants=wants, device="jax")
+    for a, e in zip(actual, expected, strict=True):
+        assert (a is None) == (e is None)
+        if a is not None:
+            torch.testing.assert_close(a.cpu(), e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.bfloat16])
+def test_matmul_of_any_dims_and_its_derivatives(dtype):
+    for a, b in MATMULS if dtype is torch.float64 else MATMULS[1:5]:
+        x, y = sample(a, dtype), sample(b, dtype, seed=1)
+        close(torch.matmul, x, y, dtype=dtype)
+        for wants in ([0, 1], [0], [1]):
+            assert_same_derivatives(torch.matmul, x, y, wants=wants)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.bfloat16])
+@pytest.mark.parametrize("weight, bias", [((5, 4), (5,)), ((5, 4), None), ((4,), ()), ((4,), None), ((5, 4), ())])
+def test_derivatives_of_linear(dtype, weight, bias):
+    for x in [(4,), (3, 4), (2, 3, 4), (0, 4)]:
+        if x == (0, 4) or (x == (3, 4) and weight == (4,) and bias is not None):
+            continue  # torch itself fails on CPU: "mat2 must be a matrix" and, of no rows, on the second derivative
+        operands = [sample(x, dtype), sample(weight, dtype, seed=1), None if bias is None else sample(bias, dtype)]
+        for wants in ([0], [1], [0, 1], *([] if bias is None else [[2], [1, 2], [0, 1, 2]])):
+            assert_same_derivatives(F.linear, *operands, wants=wants)
+
+
+def test_linear_and_matmul_in_forward_mode_and_under_torch_func():
+    weight, x = sample((5, 4), torch.float64), sample((6, 3, 4), torch.float64, seed=1)
+
+    def loss(weight, x):
+        return (F.linear(x, weight) @ weight).sin().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    assert_matches_torch(per_sample, weight, x, rtol=1e-7, atol=1e-7)
+    assert_matches_torch(torch.func.hessian(loss), weight, x[0], rtol=1e-7, atol=1e-7)
+    assert_matches_torch(
+        lambda w, x: torch.func.jvp(lambda w: loss(w, x), (w,), (w.cos(),))[1], weight, x, rtol=1e-7, atol=1e-7
+    )

@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from torchax_core.kernel import DirectKernel, LoweringKernel, ViewKernel
-from torchax_core.overrides import DecliningKernel
+from torchax_core.overrides import Declined, DecliningKernel
 from torchax_core.registry import is_composite
 from torchax_core.tensor import Tensor, active, make_tensor, resolve_active
 from torchax_core.variants import find_op, op_name
@@ -37,6 +37,14 @@ _OUT_FORMS = (
 C++ storage, which a View and its base never do, and would leave the `out` as it was."""
 
 _len_modes = torch._C._len_torch_dispatch_stack
+_DispatchKey, _DispatchKeySet = torch._C.DispatchKey, torch._C.DispatchKeySet
+# torch compiles its derivative formulas of composite ops (linear_backward, matmul_backward) in for nested tensors only, but
+# they hold for any: called on that key, the op is recorded in C++, and comes to `__torch_dispatch__` below autograd.
+_BY_FORMULA = (
+    _DispatchKeySet(_DispatchKey.AutogradNestedTensor)
+    | _DispatchKeySet(_DispatchKey.PrivateUse1)
+    | _DispatchKeySet(_DispatchKey.Python)
+)
 _libraries: dict[str, torch.library.Library] = {}
 _kept: set[str] = set()
 _lock = threading.Lock()
@@ -52,18 +60,19 @@ class Capturing(threading.local):
 capturing = Capturing()
 
 
-def keep_whole(func: Any) -> None:
-    """From now on calls of the op on device "jax" come to us undecomposed. No effect on ops that are not composite."""
+def keep_whole(func: Any, *, differentiable: bool = False) -> None:
+    """From now on calls of the op on device "jax" come to us undecomposed. No effect on ops that are not composite, unless
+    torch has no derivative of the op and our definition is `differentiable`."""
     name = op_name(func)
     with _lock:
-        if name in _kept or not is_composite(func):
+        if name in _kept or not (differentiable or is_composite(func)):
             return
         namespace = name.partition("::")[0]
         library = _libraries.get(namespace)
         if library is None:
             library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")  # noqa: TOR901
 
-        decompose = _decompose(func)
+        ways = _Ways(func)
 
         def caught(*args: Any, **kwargs: Any) -> Any:
             if active.kernels is None:
@@ -74,16 +83,16 @@ def keep_whole(func: Any) -> None:
                 kernel = environment._kernel(func)
             if _len_modes() and _any_stand_in(args, kwargs):
                 graph = capturing.call
-                return decompose(*args, **kwargs) if graph is None else graph(kernel, func, args, kwargs)
+                return ways.decompose(*args, **kwargs) if graph is None else graph(kernel, func, args, kwargs)
             if trace is None:
                 if environment._watch is not None:
-                    call = functools.partial(_run, kernel, decompose, args, kwargs)
+                    call = functools.partial(_run, kernel, ways, args, kwargs)
                     return environment._watch.run(func, args, kwargs, call, whole=True)
-                return _run(kernel, decompose, args, kwargs)
+                return _run(kernel, ways, args, kwargs)
             trace.lift_all(args)
             trace.lift_all(kwargs.values())
             args, kwargs = trace.cut_unwanted(args, kwargs)
-            result = _run(kernel, decompose, args, kwargs)
+            result = _run(kernel, ways, args, kwargs)
             trace.note(result)
             return result
 
@@ -100,29 +109,45 @@ def _any_stand_in(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _decompose(func: Any) -> Callable[..., Any]:
-    """torch's own decomposition of the op: `func.decompose`, without looking for it at every call."""
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return func.decompose if composite in func.py_kernels else functools.partial(func._op_dk, composite)
+class _Ways:
+    """What else than our kernel can run a composite op, looked for once.
+
+    decompose: torch's own decomposition of it.
+    formula:   the op as a whole under torch's derivative formula for it, if there is one; else the decomposition.
+    """
+
+    def __init__(self, func: Any) -> None:
+        composite = _DispatchKey.CompositeImplicitAutograd  # without one, the op's own error says so
+        by_key = functools.partial(func._op_dk, composite)
+        self.decompose: Callable[..., Any] = func.decompose if composite in func.py_kernels else by_key
+        has_formula = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Autograd")
+        self.formula = functools.partial(func.redispatch, _BY_FORMULA) if has_formula else self.decompose
 
 
-def _run(kernel: Any, decompose: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run(kernel: Any, ways: _Ways, args: Any, kwargs: Any) -> Any:
+    try:
+        return _chosen(kernel, ways, args, kwargs)
+    except Declined:  # by a pack; what an override declines, its DecliningKernel hands on
+        return ways.decompose(*args, **kwargs)
+
+
+def _chosen(kernel: Any, ways: _Ways, args: Any, kwargs: Any) -> Any:
     if isinstance(kernel, DecliningKernel):
-        return kernel.ask(lambda asked: _run(asked, decompose, args, kwargs))
+        return kernel.ask(lambda asked: _chosen(asked, ways, args, kwargs))
     definition = getattr(kernel, "definition", None)
     if isinstance(kernel, WritingKernel):
         if not _any_differentiable(args, kwargs):
             return kernel(args, kwargs)
         if kernel.variant is None or not kernel.variant.outs:
-            return decompose(*args, **kwargs)
+            return ways.decompose(*args, **kwargs)
         raise RuntimeError(
             f"{kernel.func.overloadpacket.__name__}(): functions with out=... arguments don't support automatic "
             "differentiation, but one of the arguments requires grad."
         )
     if definition is None or definition.origin.pack == "torch":
-        return decompose(*args, **kwargs)
+        return ways.decompose(*args, **kwargs)
     if torch._C._are_functorch_transforms_active() and _any_wrapped(args, kwargs):
-        return decompose(*args, **kwargs)  # torch.func differentiates and batches the ops that it is made of
+        return ways.decompose(*args, **kwargs)  # torch.func differentiates and batches the ops that it is made of
     if isinstance(kernel, DirectKernel):
         return kernel(args, kwargs)
     if not _any_differentiable(args, kwargs):
@@ -132,8 +157,11 @@ def _run(kernel: Any, decompose: Callable[..., Any], args: Any, kwargs: Any) -> 
             f"{definition.op} is overridden by a view ({definition.origin}), through which no gradient can flow: torch makes "
             "this op of others, and has no formula for it. Override those, or the op by torch code that calls them."
         )
-    if definition.composite_grad == "decompose" or not isinstance(kernel, LoweringKernel):
-        return decompose(*args, **kwargs)
+    source = definition.gradients_by(args, kwargs)
+    if source == "formula" and forward_ad_level() < 0:  # these formulas are for the backward alone
+        return ways.formula(*args, **kwargs)
+    if source != "vjp" or not isinstance(kernel, LoweringKernel):
+        return ways.decompose(*args, **kwargs)
     return differentiable_kernel(kernel, args, kwargs)
 
 

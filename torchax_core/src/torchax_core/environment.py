@@ -556,7 +556,7 @@ def _after_load(pack: Any) -> None:
         if definition.kind in ("lowering", "decomposition"):
             func = find_op(name)
             if func is not None:
-                composite.keep_whole(func)
+                composite.keep_whole(func, differentiable=definition.differentiable)
     register_factories(pack.definitions)
     if pack.functions:
         functions.refresh()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from torchax_core.errors import DuplicateOpError, OpNameError
@@ -26,6 +26,8 @@ from torchax_core.promotion import KEEP, Promotion
 __all__ = ["AUTOCAST_POLICIES", "AutocastRule", "Definition", "OpSet", "Origin", "ViewDefinition", "ViewRules"]
 
 Kind = Literal["lowering", "decomposition", "view", "function"]
+GradSource = Literal["vjp", "decompose", "formula"]
+CompositeGrad = GradSource | Callable[..., GradSource]
 F = TypeVar("F", bound=Callable[..., Any])
 
 AUTOCAST_POLICIES = ("lower_precision_fp", "fp32", "promote")
@@ -72,8 +74,8 @@ class Definition:
     data_dependent:  None, or, for an op whose result shape depends on its data, the bounded alternative to name in the
                      error under jit. Its body runs unjitted on concrete arrays.
     positional:      `body` is a plain JAX function taking the arguments by position (rows of a table).
-    composite_grad:  for a composite op kept whole: "vjp" (gradients by jax.vjp of the lowering) or "decompose" (when
-                     gradients are recorded, let torch decompose the op; the lowering serves calls without).
+    composite_grad:  for a composite op kept whole, where its gradients come from.
+    differentiable:  the op's gradients are jax.vjp's, as torch has no formula for it.
     whole:           a decomposition is traced and compiled as a whole; False: it runs call by call.
     depends_on:      a setting outside the call that `body` reads while traced; its value is part of every signature.
     case:            which calls of this op depend on data, if only some do.
@@ -88,11 +90,17 @@ class Definition:
     static: frozenset[str] = frozenset()
     data_dependent: str | None = None
     positional: bool = False
-    composite_grad: Literal["vjp", "decompose"] = "vjp"
+    composite_grad: CompositeGrad = "vjp"
+    differentiable: bool = False
     whole: bool = True
     depends_on: Callable[[], Any] | None = None
     case: DataDependentCase | None = None
     format_of: tuple[str, ...] = ()
+
+    def gradients_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GradSource:
+        """Where the gradients of this call of a composite op come from."""
+        source = self.composite_grad
+        return source if isinstance(source, str) else source(*args, **kwargs)
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -187,7 +195,8 @@ class OpSet:
         promote: Promotion = KEEP,
         static: Iterable[str] = (),
         data_dependent: str | None = None,
-        composite_grad: Literal["vjp", "decompose"] = "vjp",
+        composite_grad: CompositeGrad = "vjp",
+        differentiable: bool = False,
         format_of: Iterable[str] = (),
     ) -> Callable[[F], F]:
         """The op as a pure JAX function, compiled by jax.jit once per signature.
@@ -202,11 +211,19 @@ class OpSet:
         - a parameter `key` (`random_key` if the op has a `key` of its own) asks for a fresh jax.random key per call, the
           environment's or the `generator`'s; with the default None, only for calls that cannot do without.
 
+        composite_grad: for an op that torch decomposes: gradients by jax.vjp of the body ("vjp"); or, for a call that wants
+                   gradients, torch's decomposition ("decompose") or the formula torch has for the op, which calls its
+                   `..._backward` ("formula": `linear`, `matmul` and a few more). Or a function of the call's arguments that
+                   says which.
+
+        differentiable: for an op whose derivative torch has not implemented: gradients by jax.vjp of the body.
+
         format_of: tensor arguments; results of four dims are channels_last if one of these is. For ops whose meta
                    kernels in torch give contiguous strides where its real ones do not.
 
         It returns an array, a tuple of arrays for several results, or a list for Tensor[]. Result dtypes are cast to
-        those of torch's meta kernel; a result of another shape raises LoweringMismatchError.
+        those of torch's meta kernel; a result of another shape raises LoweringMismatchError. For a composite op it may
+        return NotImplemented: torch then decomposes the call.
         """
 
         def register(body: F) -> F:
@@ -221,6 +238,7 @@ class OpSet:
                         static=frozenset(static),
                         data_dependent=data_dependent,
                         composite_grad=composite_grad,
+                        differentiable=differentiable,
                         format_of=tuple(format_of),
                     )
                 )

@@ -200,7 +200,7 @@ def _of_op(kernel: Any, func: Any, args: Any, kwargs: Any) -> Any:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if (gradients and definition.composite_grad == "decompose") or not isinstance(kernel, LoweringKernel):
+    if (gradients and definition.gradients_by(args, kwargs) != "vjp") or not isinstance(kernel, LoweringKernel):
         return func.decompose(*args, **kwargs)
     if any(t.device.type != DEVICE_TYPE for t in tensors):
         return func.decompose(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 Half types multiply as they are and accumulate in float32 (`preferred_element_type`); the kernel rounds once. float32
 products follow `torch.get_float32_matmul_precision()`, read when an op is traced. Integers are exact.
-`matmul`, `einsum`, `tensordot` and `bilinear` are composite and arrive here as these ops.
+`einsum`, `tensordot` and `bilinear` are composite and arrive here as these ops.
 """
 
 from __future__ import annotations
@@ -155,15 +155,97 @@ def _int_mm(self, mat2):
     return jax.lax.dot_general(self, mat2, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
 
 
-@ops.lowering("aten::linear", composite_grad="decompose")
+def _grad_of_linear(input, weight, bias=None):
+    """torch's formula is for real matrices; for a vector among them its meta kernel gives other shapes."""
+    return "formula" if weight.dim() == 2 and input.dim() > 1 and not input.is_complex() else "decompose"
+
+
+@ops.lowering("aten::linear", composite_grad=_grad_of_linear)
 def linear(input, weight, bias=None):
-    """`input @ weight.T + bias`, kept whole where no gradient is recorded: one product, no transposed copy.
+    """`input @ weight.T + bias`, kept whole: one product, no transposed copy.
 
     input:   (..., k);  weight: (m, k) or (k,);  bias: (m,) or () or None.
     returns: (..., m), or (...) for a one-dimensional `weight`.
     """
     out = product(input, weight, ((input.ndim - 1,), (weight.ndim - 1,)))
     return out if bias is None else out + bias.astype(out.dtype)
+
+
+@ops.lowering("aten::linear_backward")
+def linear_backward(self, grad_output, weight, output_mask):
+    """Gradients of `linear`: of the input, the weight (m, k) and the bias (m,), None where not asked for.
+
+    As torch's meta kernel has it, the latter two come together.
+    source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.linear.html
+    """
+    wants_input, *wants_others = output_mask
+    leading = tuple(range(grad_output.ndim - 1))
+    grad_input = product(grad_output, jnp.conj(weight), ((grad_output.ndim - 1,), (0,))) if wants_input else None
+    if not any(wants_others):
+        return grad_input, None, None
+    grad_weight = product(grad_output, jnp.conj(self), (leading, leading))
+    return grad_input, grad_weight, jnp.sum(opmath(grad_output), leading)
+
+
+def _grad_of_matmul(self, other):
+    """torch has a formula for real operands alone."""
+    return "decompose" if self.is_complex() else "formula"
+
+
+@ops.lowering("aten::matmul", composite_grad=_grad_of_matmul)
+def matmul(self, other):
+    """Products of matrices over broadcast batch dims, kept whole: no expanded copies, no reshapes.
+
+    self: (k,) or (..., n, k);  other: (k,) or (..., k, m).  A vector's dim is dropped from the result.
+    source: https://docs.pytorch.org/docs/stable/generated/torch.matmul.html
+    """
+    if other.ndim <= 2:
+        return product(self, other, ((self.ndim - 1,), (max(other.ndim - 2, 0),)))
+    if self.ndim == 1:
+        return product(other, self, ((other.ndim - 2,), (0,)))
+    if self.shape[:-2] == other.shape[:-2]:
+        batch = tuple(range(other.ndim - 2))
+        return product(self, other, ((self.ndim - 1,), (other.ndim - 2,)), (batch, batch))
+    preferred = opmath(self).dtype
+    return jnp.matmul(self, other, precision=precision_for(self.dtype), preferred_element_type=preferred)
+
+
+@ops.lowering("aten::matmul_backward", differentiable=True)
+def matmul_backward(grad, self, other, mask):
+    """Gradients of `matmul`; None where not asked for.
+
+    grad: as `matmul(self, other)`.
+    """
+    wants_self, wants_other = mask
+    self, other = jnp.conj(self), jnp.conj(other)
+    if self.ndim == other.ndim == 1:
+        return (grad * other if wants_self else None), (grad * self if wants_other else None)
+    if self.ndim == 1:  # (k,) @ (..., k, m) -> (..., m)
+        leading = tuple(range(grad.ndim - 1))
+        grad_self = product(grad, other, ((*leading, grad.ndim - 1), (*leading, grad.ndim)))
+        grad_other = self[:, None] * grad[..., None, :]
+        return (grad_self if wants_self else None), (grad_other if wants_other else None)
+    if other.ndim == 1:  # (..., n, k) @ (k,) -> (..., n)
+        rows = tuple(range(grad.ndim))
+        grad_self = grad[..., None] * other
+        return (grad_self if wants_self else None), (product(self, grad, (rows, rows)) if wants_other else None)
+    if other.ndim == 2:  # (..., n, k) @ (k, m): one large product each
+        rows = tuple(range(grad.ndim - 1))
+        grad_self = product(grad, other, ((grad.ndim - 1,), (1,))) if wants_self else None
+        return grad_self, product(self, grad, (rows, rows)) if wants_other else None
+    grad_self = matmul(grad, jnp.swapaxes(other, -1, -2)) if wants_self else None
+    grad_other = matmul(jnp.swapaxes(self, -1, -2), grad) if wants_other else None
+    return (
+        None if grad_self is None else _summed_to(grad_self, self.shape),
+        None if grad_other is None else _summed_to(grad_other, other.shape),
+    )
+
+
+def _summed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x` summed over the dims that broadcasting gave it over `shape`."""
+    new = x.ndim - len(shape)
+    widened = tuple(i for i in range(new, x.ndim) if shape[i - new] == 1 and x.shape[i] != 1)
+    return jnp.sum(x, (*range(new), *widened), keepdims=True).reshape(shape) if new or widened else x
 
 
 @ops.lowering("aten::_trilinear")
