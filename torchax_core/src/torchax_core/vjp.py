@@ -165,33 +165,37 @@ class _Call(torch.autograd.Function):
         with _x64(program):
             results, ctx.residuals = forward(*arrays)
         ctx.program, ctx.arrays, ctx.wanted = program, arrays, wanted
-        ctx.shapes = [(r.shape, r.dtype) for r in results]
+        ctx.avals = [r.aval for r in results]
         ctx.save_for_backward(*tensors)
         if forward_ad_level() >= 0:
             ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
         wrapped = _noted(tuple(program.wrap(i, r) for i, r in enumerate(results)))
-        ctx.mark_non_differentiable(*[w for w, r in zip(wrapped, results, strict=True) if not _is_inexact(r)])
+        exact = [w for w, a in zip(wrapped, ctx.avals, strict=True) if not _inexact(a.dtype)]
+        if exact:
+            ctx.mark_non_differentiable(*exact)
         return wrapped
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         tensors = ctx.saved_tensors  # raises torch's own error if one was written to meanwhile
-        inexact = [i for i, (_, dtype) in enumerate(ctx.shapes) if _inexact(dtype)]
+        inexact = [i for i, a in enumerate(ctx.avals) if _inexact(a.dtype)]
         if torch.is_grad_enabled():  # create_graph
             return (None, None, None, *_second_order(ctx, tensors, cotangents, inexact))
         _, backward = ctx.program.made_for(ctx.wanted)
         given = []
-        for i, (shape, dtype) in enumerate(ctx.shapes):
+        for i, aval in enumerate(ctx.avals):
             if i not in inexact:
-                given.append(np.zeros(shape, jax.dtypes.float0))
+                given.append(np.zeros(aval.shape, jax.dtypes.float0))
             elif cotangents[i] is None:
                 with jax.enable_x64(True):
-                    given.append(jnp.zeros(shape, dtype))
+                    given.append(jnp.zeros(aval.shape, aval.dtype))
             else:
                 cotangent = cotangents[i]._array()
-                with jax.enable_x64(True):
-                    given.append(cotangent if cotangent.dtype == dtype else cotangent.astype(dtype))
+                if cotangent.aval.dtype != aval.dtype:
+                    with jax.enable_x64(True):
+                        cotangent = cotangent.astype(aval.dtype)
+                given.append(cotangent)
         with _x64(ctx.program):
             gradients = backward(ctx.residuals, given)
         return (None, None, None, *_noted([wrap_array(g) for g in gradients]))
@@ -205,7 +209,7 @@ class _Call(torch.autograd.Function):
             operands.append(torch.zeros_like(tensor) if tangent is None else tangent)
         program = ctx.program.pushed(ctx.wanted, len(ctx.arrays))
         tangents = iter(differentiable_call(program, operands))
-        return tuple(next(tangents) if _inexact(dtype) else None for _, dtype in ctx.shapes)
+        return tuple(next(tangents) if _inexact(a.dtype) else None for a in ctx.avals)
 
 
 def _second_order(ctx: Any, tensors: Any, cotangents: Any, inexact: list[int]) -> list[Any]:
@@ -213,10 +217,9 @@ def _second_order(ctx: Any, tensors: Any, cotangents: Any, inexact: list[int]) -
     for at, tensor in zip(ctx.wanted, tensors, strict=True):
         operands[at] = tensor
     for i in inexact:
-        shape, dtype = ctx.shapes[i]
         if cotangents[i] is None:
             with jax.enable_x64(True):
-                operands.append(jnp.zeros(shape, dtype))
+                operands.append(jnp.zeros(ctx.avals[i].shape, ctx.avals[i].dtype))
         else:
             operands.append(cotangents[i])
     program = ctx.program.second(ctx.wanted, len(ctx.arrays))
@@ -230,12 +233,11 @@ def differentiable_call(program: DifferentiableProgram, operands: Sequence[Any])
         trace.lift_all(operands)
     arrays = [o._array() if isinstance(o, Tensor) else o for o in operands]
     backward, forward = torch.is_grad_enabled(), forward_ad_level() >= 0
+    # these have floating or complex values all, or torch would have refused
     wanted = tuple(
         i
         for i, o in enumerate(operands)
-        if isinstance(o, Tensor)
-        and (backward and o.requires_grad or forward and has_tangent(o))
-        and _is_inexact(arrays[i])
+        if isinstance(o, Tensor) and (backward and o.requires_grad or forward and has_tangent(o))
     )
     if not wanted:
         with _x64(program):
