@@ -16,7 +16,7 @@ import torch
 from torchax_core.convert import array_from_numpy, array_from_torch, is_traced, torch_from_array, zeros_array
 from torchax_core.dtypes import jax_dtype
 from torchax_core.layouts import sparse_refused
-from torchax_core.overlap import check_elements_apart
+from torchax_core.overlap import check_elements_apart, check_shared_memory
 from torchax_core.placement import sharding_of
 from torchax_core.symbolic import symbol_of_array
 from torchax_core.tensor import Aval, Storage, Tensor, become, contiguous_stride, make_tensor, share_tensor
@@ -270,6 +270,7 @@ def to_copy(environment: Any, func: Any) -> Any:
 def copy_(environment: Any, func: Any) -> Any:
     """Onto the device, off it, or, by the pack's `aten::copy`, within it."""
     kernel: Any = None
+    sharing: set[Any] = set()
 
     def run(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         nonlocal kernel
@@ -282,6 +283,8 @@ def copy_(environment: Any, func: Any) -> Any:
                 src = src.expand(self.shape)
             self._write(array_from_torch(src.to("cpu", self.dtype), _sharding(self)))
             return self
+        if self._store is src._store and self is not src:
+            check_shared_memory(func, (self, src), {}, [self], sharing)
         if self._aval.dtype is src._aval.dtype and self._aval.shape == src._aval.shape:
             self._write(src._array())  # arrays do not change: sharing one is copying it
             return self

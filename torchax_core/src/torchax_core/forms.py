@@ -89,6 +89,7 @@ class Form:
         self._key: list[str] = []
         self._arrays: list[str] = []
         self._lines: list[str] = []
+        self._tensors: list[str] = []
         self._names = 0
         positional, named = form
         names = [self._new() for _ in positional]
@@ -98,6 +99,8 @@ class Form:
             name = self._new()
             self._lines.append(f"{name} = kwargs.get({keyword!r}, MISS)")
             self._argument(name, token)
+        if tail != "wrap":  # of what shares memory with what it is written to, the kernel looks closer
+            self._tests += [f"{name}._store is not {names[0]}._store" for name in self._tensors if name != names[0]]
         if depends_on is not None:
             self._key.append("depends_on()")
         checks = f"len(args) == {len(names)} and " + (
@@ -136,6 +139,8 @@ class Form:
 
     def _argument(self, name: str, token: Token) -> None:
         test = self._tests.append
+        if token in ("tensor", "read view", "view", "base"):
+            self._tensors.append(name)
         if token == "tensor":
             test(f"{name}.__class__ is Tensor")
             self._key.append(f"{name}._aval")

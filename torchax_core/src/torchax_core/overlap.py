@@ -33,9 +33,9 @@ def check_elements_apart(shape: Sequence[int], stride: Sequence[int]) -> None:
 def check_shared_memory(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Any], seen: set[Any]
 ) -> None:
-    """Raise what CPU torch raises for a call of which an `out=` shares memory with another argument.
+    """Raise what CPU torch raises for a call that writes to memory which another argument reads: of `out=`, or in place.
 
-    outs: the tensors to be written to, which are among `kwargs`.
+    outs: the tensors to be written to, which are among the arguments.
     seen: calls that are known to be well, by the geometry of their tensors; this one is added.
     """
     stores = {id(t._store) for t in outs if isinstance(t, Tensor)}

@@ -34,7 +34,7 @@ class WritingKernel(LoweringKernel):
         # add_, copy_, ...: one tensor is written, and returned
         self.in_place = variant.written == ("self",) == variant.returns and str(self.arguments[0].type) == "Tensor"
         self.positions = {a.name: i for i, a in enumerate(self.arguments)}
-        self.sharing: set[Any] = set()  # of calls whose out= shares memory with an input, those that torch allows
+        self.sharing: set[Any] = set()  # of calls that write to memory another argument reads, those that torch allows
         # an out= form computes in the dtype of its out where the twin takes a dtype and the call gives none: arange, sum
         twin_names = {a.name for a in variant.twin._schema.arguments}
         self.takes_dtype_of_out = bool(variant.outs) and "dtype" in twin_names & definition.parameters.keys()
@@ -46,10 +46,11 @@ class WritingKernel(LoweringKernel):
         """A call whose form or signature is new, or that has no form of its own."""
         if self.in_place:
             target = args[0]
-            if target.__class__ is View:
-                return self._write_through(target, args, kwargs)
             if not isinstance(target, Tensor):
                 raise self._device_error(target, args, kwargs or {})
+            check_shared_memory(self.func, args, kwargs or {}, [target], self.sharing)
+            if target.__class__ is View:
+                return self._write_through(target, args, kwargs)
             entry, arrays = self._enter(args, kwargs)
             target._store.write(entry.run(*arrays))
             if target.__class__ is Tensor and entry.formless < FORMS:
