@@ -17,6 +17,7 @@ EXAMPLES = [
     "jax_in_torch",
     "flash_attention_override",
     "int8_linear_override",
+    "sharded_gpt2",
 ]
 BENCHMARKS = ["eager", "model", "train", "startup"]
 
