@@ -1,8 +1,11 @@
 """cli.py: the command `torchax`, run as a user runs it, and in process where that says as much."""
 
+import contextlib
+import importlib
 import importlib.metadata
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -217,6 +220,51 @@ def test_names_of_a_pack():
     assert Names.of("Wave-ops") == Names("wave-ops", "wave_ops", torchax_core.__version__)
 
 
+# -- bench -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_eager_op(monkeypatch):
+    """`torchax bench eager` measures one op, and starts no process."""
+    eager = importlib.import_module("torchax_core.benchmarking.eager")
+    monkeypatch.setattr(eager, "CASES", eager.CASES[:1])
+    monkeypatch.setattr(eager, "measure_cpu_ops", lambda **_: {name: {"add": 1.0} for name in eager.CPU_IMPORTS})
+
+
+def test_bench_for_reading(one_eager_op):
+    result = CliRunner().invoke(cli.app, ["bench", "eager", "--quick"])
+    assert result.exit_code == 0 and "Eager ops: ours / jax" in result.stdout and "geometric mean" in result.stdout
+    assert "eager (1 of 1)" in result.stderr
+
+
+def test_bench_as_json(one_eager_op):
+    result = CliRunner().invoke(cli.app, ["bench", "eager", "--quick", "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and found["ok"] and list(found["figures"]) == ["eager"]
+    assert found["figures"]["eager"]["ops"]["add"]["ratio"] > 0 and found["figures"]["eager"]["machine"]["torch"]
+    assert "Eager ops: ours / jax" in result.stderr
+    assert "Eager ops" in invoke("bench", "eager", "--quick")[0], "tables are on stdout again"
+
+
+def test_bench_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torchax_core.benchmarking.train", raising=False)
+    monkeypatch.setitem(sys.modules, "optax", None)
+    result = CliRunner().invoke(cli.app, ["bench", "train", "--json"])
+    assert result.exit_code == 1 and "pip install 'torchax-core[bench]'" in result.stderr
+    assert json.loads(result.stdout)["errors"] == ["train needs optax: pip install 'torchax-core[bench]'"]
+
+
+def test_bench_of_what_there_is_not():
+    result = CliRunner().invoke(cli.app, ["bench", "eagre"])
+    assert result.exit_code == 2 and "eagre" in result.stderr
+
+
+def test_every_script_is_a_benchmark_of_the_command():
+    commands = {b.value for b in importlib.import_module("torchax_core.cli.bench").Benchmark}
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"common", "models"}
+    assert scripts and scripts <= commands
+
+
 # -- as a whole --------------------------------------------------------------------------------------------------------
 
 
@@ -225,9 +273,45 @@ def test_colours_only_on_a_terminal():
     assert done.returncode == 0 and "aten" in done.stdout and "\x1b" not in done.stdout + done.stderr
 
 
+TWICE_ON_A_TERMINAL = """
+import os
+from torchax_core.cli import app
+app(["--help"], standalone_mode=False)
+print("=" * 9)
+os.environ["NO_COLOR"] = "1"
+app(["--help"], standalone_mode=False)
+"""
+
+
+def test_colours_on_a_terminal_and_not_with_no_color():
+    ours, theirs = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    arguments = [sys.executable, "-c", TWICE_ON_A_TERMINAL]
+    with subprocess.Popen(
+        arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=clean | {"TERM": "xterm-256color"}
+    ) as done:
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # Linux's way to say that the other side has closed
+            while chunk := os.read(ours, 65536):
+                written += chunk
+    os.close(ours)
+    assert done.returncode == 0, written
+    coloured, plain = written.decode().split("=" * 9)
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
+    assert colour.search(coloured) and "doctor" in plain and not colour.search(plain)
+
+
+def test_install_completion(tmp_path):
+    done = run("--install-completion", "bash", HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    scripts = [path for path in tmp_path.rglob("*") if path.is_file() and "_TORCHAX_COMPLETE" in path.read_text()]
+    assert scripts and any(scripts[0].name in path.read_text() for path in [tmp_path / ".bashrc"])
+
+
 def test_completion():
     done = run(_TORCHAX_COMPLETE="complete_bash", COMP_WORDS="torchax ", COMP_CWORD="1")
-    assert {"packs", "ops", "explain", "doctor", "new-pack"} <= set(done.stdout.split())
+    assert {"packs", "ops", "explain", "doctor", "new-pack", "bench"} <= set(done.stdout.split())
 
 
 def test_every_command_has_json_and_a_line_in_the_docstring():

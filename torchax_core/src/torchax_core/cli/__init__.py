@@ -7,6 +7,7 @@
     torchax conformance --ops softmax   PyTorch's own op samples on device "jax", compared with CPU torch
     torchax new-pack my-pack            a complete, tested op pack to start from
     torchax export m:make --out m.zip   a torch module as a file that JAX runs without torch
+    torchax bench eager --quick         this installation against JAX written by hand, on this machine
 
 Each takes `--json`. Exit codes: 0, all is well; 1, a problem was found (a broken pack, an op that nobody defines, a
 failed check); 2, a name, a setting or an option is wrong. With `--json` an error is printed as JSON too. A command is a
@@ -21,6 +22,7 @@ import warnings
 import typer
 from rich.console import Console
 
+from torchax_core.cli.bench import bench
 from torchax_core.cli.conformance import conformance
 from torchax_core.cli.doctor import doctor
 from torchax_core.cli.explain import explain
@@ -40,7 +42,7 @@ app = typer.Typer(
     help="PyTorch programs on JAX: which packs there are, who defines an op, and whether this installation is sound.",
     epilog="Exit codes: 0, all is well; 1, a problem was found; 2, a name, a setting or an option is wrong.",
 )
-for _command in (packs, ops, explain, doctor, new_pack, export):
+for _command in (packs, ops, explain, doctor, new_pack, export, bench):
     app.command()(_command)
 # its options are those of a command of its own, which is imported only when it is called
 app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
