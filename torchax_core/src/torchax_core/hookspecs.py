@@ -10,6 +10,7 @@ nor its package is imported until an op is called that it may serve.
     TORCHAX_NAMESPACES = ("mylib",)           # torch op namespaces it serves
     TORCHAX_OPS = ("aten::lstm.input",)       # single ops outside those namespaces
     TORCHAX_FUNCTIONS = ("torch.einsum",)     # torch functions it serves
+    TORCHAX_BEFORE = ("aten",)                # packs whose definitions give way to this one's
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def torchax_op_sets() -> list[OpSet]:  # type: ignore[empty-body]
     """Called once, when the first op that the pack may serve is met. Return the op sets the pack offers.
 
     Import them here, not at module level, so that an unused pack costs nothing. Two packs offering the same op is a
-    DuplicateOpError naming both, when the op is called, unless the user ranks them in `Config.pack_order`.
+    DuplicateOpError naming both, when the op is called, unless the user ranks them in `Config.pack_order`, or one says in
+    TORCHAX_BEFORE that it goes before the other.
     """
 
 

@@ -159,22 +159,9 @@ class _Entry:
         return run_wide
 
 
-def _declining(entry: _Entry) -> _Entry:
-    """The entry of an override: once a signature has been declined, it is not traced again to hear the same."""
-    run = entry.run
-
-    def declined(*arrays: Any) -> Any:
-        raise Declined
-
-    def first(*arrays: Any) -> Any:
-        try:
-            return run(*arrays)
-        except Declined:
-            entry.run = declined
-            raise
-
-    entry.run = first
-    return entry
+def _declined(*arrays: Any) -> Any:
+    """What a signature runs by whose definition has returned NotImplemented."""
+    raise Declined
 
 
 _all: weakref.WeakSet[LoweringKernel] = weakref.WeakSet()
@@ -228,7 +215,11 @@ class LoweringKernel:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         """A call whose form or signature is new, or that has no form of its own."""
         entry, arrays = self._enter(args, kwargs)
-        results = entry.run(*arrays)
+        try:
+            results = entry.run(*arrays)
+        except Declined:  # the signature is not traced again to hear the same
+            entry.run = _declined
+            raise
         if entry.formless < FORMS:
             self._remember(args, kwargs, entry, "wrap", entry)
         aval = entry.single
@@ -373,8 +364,7 @@ class LoweringKernel:
         tensors = [m.dtype for m in leaves_of(list(metas.values())) if isinstance(m, torch.Tensor)]
         results = [a.dtype for a in _flat_avals(avals) if a is not None]
         wide = draws or not tensors or any(d in _WIDE for d in tensors + results)
-        entry = _Entry(body, avals, _structure(self.schema), draws, wide)
-        return _declining(entry) if self.definition.origin.pack == "override" else entry
+        return _Entry(body, avals, _structure(self.schema), draws, wide)
 
     def _draws(self, bound: dict[str, Any], metas: dict[str, Any], arrays: list[Any]) -> bool:
         """Whether this call draws random numbers. A body whose key is optional (dropout_p = 0) is tried without one."""

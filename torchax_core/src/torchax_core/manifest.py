@@ -19,7 +19,7 @@ from torchax_core.errors import PackError
 __all__ = ["CONSTANTS", "Manifest", "read_manifest"]
 
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_TUPLES = ("TORCHAX_NAMESPACES", "TORCHAX_OPS", "TORCHAX_FUNCTIONS")
+_TUPLES = ("TORCHAX_NAMESPACES", "TORCHAX_OPS", "TORCHAX_FUNCTIONS", "TORCHAX_BEFORE")
 CONSTANTS = ("TORCHAX_PACK_API", *_TUPLES)
 """What a pack module may state."""
 
@@ -30,18 +30,21 @@ class Manifest:
 
     api:        TORCHAX_PACK_API, None if not stated.
     namespaces: torch op namespaces served;  ops: single ops;  functions: torch functions, by dotted name.
+    before:     names of the packs whose definitions give way to this pack's.
     """
 
     api: Any
     namespaces: tuple[str, ...]
     ops: frozenset[str]
     functions: frozenset[str]
+    before: frozenset[str]
 
     @classmethod
     def of(cls, constants: dict[str, Any]) -> Manifest:
         """The manifest that these constants make. Raises PackError for one that is no tuple of strings."""
-        namespaces, ops, functions = (_names(constants, name) for name in _TUPLES)
-        return cls(constants.get("TORCHAX_PACK_API"), namespaces, frozenset(ops), frozenset(functions))
+        namespaces, ops, functions, before = (_names(constants, name) for name in _TUPLES)
+        api = constants.get("TORCHAX_PACK_API")
+        return cls(api, namespaces, frozenset(ops), frozenset(functions), frozenset(before))
 
 
 def read_manifest(target: str) -> Manifest | None:

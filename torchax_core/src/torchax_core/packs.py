@@ -44,7 +44,7 @@ class Pack:
     target:        the module the entry point names.
     module:        that module, once it has been imported.
     error:         None, or what went wrong, with its traceback; a pack with an error serves nothing.
-    known:         whether namespaces, ops and functions have been read.
+    known:         whether namespaces, ops, functions, and the packs it goes before, have been read.
     sets:          its op sets, once they have been asked for.
     definitions:   what they define, by op name.
     misfits:       why a definition of theirs is not among these, by op name: it does not fit the torch installed.
@@ -60,6 +60,7 @@ class Pack:
     namespaces: tuple[str, ...] = ()
     ops: frozenset[str] = frozenset()
     functions: frozenset[str] = frozenset()
+    before: frozenset[str] = frozenset()
     sets: list[OpSet] | None = None
     definitions: dict[str, Definition] = dataclasses.field(default_factory=dict)
     misfits: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -258,6 +259,7 @@ class PackHost:
                 f"Install a version of {pack.distribution.partition(' ')[0]} made for this core."
             )
         pack.namespaces, pack.ops, pack.functions = manifest.namespaces, manifest.ops, manifest.functions
+        pack.before = manifest.before
 
     def _reject_unknown_hooks(self, module: Any) -> None:
         known = {name for name in vars(hookspecs) if name.startswith("torchax_")}

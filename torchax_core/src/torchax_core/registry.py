@@ -1,6 +1,7 @@
 """OpTable: for one environment, which definition an op has, where it came from, and the kernel made of it.
 
 Look-up order: overrides > the core's own device ops > packs by rank > torch's decompositions > CPU fallback > error.
+Rank is the user's (Config.pack_order) or what a pack says of itself (TORCHAX_BEFORE).
 """
 
 from __future__ import annotations
@@ -92,7 +93,13 @@ class OpTable:
                     self.host.definitions(pack, self.config)
 
     def definition(self, op: str) -> Definition | None:
-        """The pack definition of `op`. Raises DuplicateOpError if two packs of no stated rank both have it."""
+        """The pack definition of `op` that runs. Raises DuplicateOpError if two packs of no stated rank both have it."""
+        found = self.definitions(op)
+        return found[0] if found else None
+
+    def definitions(self, op: str) -> list[Definition]:
+        """All pack definitions of `op`, the one that runs first: of the pack that the user ranks highest, else of the one
+        that says it goes before the others. Raises DuplicateOpError if neither decides."""
         found: list[tuple[_packs.Pack, Definition]] = []
         for pack in self.packs:
             if pack.serves(op):
@@ -101,13 +108,17 @@ class OpTable:
                     found.append((pack, definition))
         if len(found) > 1 and not any(pack.name in self.config.pack_order for pack, _ in found):
             names = [pack.name for pack, _ in found]
+            behind = frozenset().union(*(pack.before for pack, _ in found))
+            found.sort(key=lambda each: each[0].name in behind)
+            if [pack.name in behind for pack, _ in found].count(False) == 1:
+                return [d for _, d in found]
             raise DuplicateOpError(
                 f"{op} is defined by {len(found)} packs: "
                 + "; ".join(f"{pack.name!r} ({d.origin})" for pack, d in found)
                 + f". Rank them with Config(pack_order={tuple(names)!r}), highest first, or block one with "
                 f"TORCHAX_PACKS=-{names[-1]}."
             )
-        return found[0][1] if found else None
+        return [d for _, d in found]
 
     def all_definitions(self) -> Iterator[tuple[_packs.Pack, Definition]]:
         """Every definition of every chosen pack."""
@@ -127,8 +138,7 @@ class OpTable:
         """Every way the op could run, best first, overrides apart; and how it follows from its functional twin, if it
         does."""
         name = op_name(func)
-        definition = self.definition(name)
-        if definition is not None:
+        for definition in self.definitions(name):
             yield Source("pack", str(definition.origin), definition), None
         if not self._served(name):
             # torch's decompositions end in ops that only a pack of the namespace has

@@ -96,7 +96,8 @@ class Call:
         ConversionError for residuals (random keys) that no tensor can hold."""
         self.wanted = wanted
         random = [jax.random.key(0), np.uint32(0)] if self.draws else []
-        self.results, self.residuals = jax.eval_shape(self.forward, self.shapes, random)
+        with jax.enable_x64(True):  # or the shapes would not be of 64 bits
+            self.results, self.residuals = jax.eval_shape(self.forward, self.shapes, random)
         for aval in self.residuals:
             torch_dtype(aval.dtype)
 
@@ -227,6 +228,10 @@ def _of_op(kernel: Any, func: Any, args: Any, kwargs: Any) -> Any:
     try:
         results = iter(_emit(call, [fake for fake in given if fake is not None]))
     except ConversionError:  # residuals of a type that torch has none of
+        return func.decompose(*args, **kwargs)
+    except Declined:
+        if definition.origin.pack == "override":
+            raise
         return func.decompose(*args, **kwargs)
     out: list[Any] = []
     for group in entry.avals:
