@@ -6,11 +6,13 @@ Source: https://docs.pytorch.org/docs/stable/notes/custom_backends.html
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
 import jax
 import torch
+import torch.fx.experimental.proxy_tensor as proxies
 from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -29,6 +31,8 @@ _registered: set[str] = set()
 
 class _DeviceModule(types.ModuleType):
     """`torch.jax`: what torch and users ask of a device. One logical device; placement is jax's sharding."""
+
+    _initialized = True  # torch.utils.checkpoint keeps the random state of devices that have this
 
     def __init__(self) -> None:
         super().__init__("torch.jax", "The device 'jax' (torchax).")
@@ -62,6 +66,11 @@ class _DeviceModule(types.ModuleType):
             raise RuntimeError(
                 f"there is one device 'jax:0', but {device!r} was asked for; placement is by jax sharding."
             )
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
+        """A block in which `device` is the current one; as with set_device, it can only be device 0."""
+        self.set_device(device)
+        return contextlib.nullcontext()
 
     def get_device_name(self, device: Any = None) -> str:
         """The kind of chip JAX drives ("TPU v5e", "NVIDIA H100", "cpu")."""
@@ -187,6 +196,8 @@ def register() -> None:
         _register(find_op(name))
     _library.impl("_pin_memory", _pin_memory, "CPU")
     _take_part_in_foreach()
+    # make_fx (torch.func.linearize) records constants of these types, and takes what becomes of others for constant, too
+    proxies.HANDLED_TYPES += (Tensor, View)  # type: ignore[assignment]
     for kind in (Tensor, View):
         torch.utils.data._utils.collate.default_collate_fn_map[kind] = _collate
 
