@@ -2,6 +2,7 @@
 
 import copy
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -456,8 +457,7 @@ def test_a_dimension_that_does_not_divide():
 # -- code for each device ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rules", [{}, {"0.weight": jax.P("x")}])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(("rules", "jit"), [({}, False), ({"0.weight": jax.P("x")}, True)])
 def test_shard_map_over_a_module(rules, jit):
     """Weights closed over are whole on every device, and get the gradients of all devices' parts."""
     plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -520,3 +520,20 @@ def test_checkpoints_go_from_layout_to_layout(tmp_path):
         for a, b in zip(values(first), values(second), strict=True):
             torch.testing.assert_close(a, b)
         first = second
+
+
+# -- the page ------------------------------------------------------------------------------------------
+
+
+def test_the_page_runs():
+    """docs/distributed.md: its programs, one after the other."""
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(programs) == 5
+    names = {}
+    for program in programs:
+        exec(program, names)
+    weight = names["model"][0].up.weight
+    assert layout(weight).spec == layout(weight.grad).spec == jax.P("tp")
+    assert layout(names["optimizer"].state[names["model"][1].down.weight]["exp_avg"]).spec == jax.P(None, "tp")
+    assert layout(names["made"].up.weight).spec == jax.P("tp")

@@ -110,10 +110,15 @@ def automatic_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def automatic(sharding: Any) -> Any:
-    """The sharding over its mesh with automatic axes."""
+    """The sharding over its mesh with automatic axes, said as XLA's results say it: P("x"), not P("x", None), for which jax
+    would compile anew."""
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
         return sharding
-    return jax.sharding.NamedSharding(automatic_mesh(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+    mesh, spec = automatic_mesh(sharding.mesh), sharding.spec
+    if len(spec) and spec[-1] is None and not getattr(spec, "unreduced", None):
+        last = max((i for i, entry in enumerate(spec) if entry is not None), default=-1)
+        spec = jax.P(*spec[: last + 1])
+    return jax.sharding.NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def constrain(array: Any, sharding: Any) -> Any:

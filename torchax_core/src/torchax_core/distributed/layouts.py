@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from torchax_core.distributed.meshes import AnyMesh, as_mesh
+from torchax_core.placement import automatic
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -138,7 +139,7 @@ def sharding_of_layout(mesh: jax.sharding.Mesh, layout: Layout, shape: Sequence[
                 f"{what}: {spec} splits dimension {dim} of shape {shape} over {parts} devices, but {shape[dim]} is no multiple "
                 f"of {parts}. Pad it, or leave that dimension whole, with None in its place."
             )
-    return jax.sharding.NamedSharding(mesh, spec)
+    return automatic(jax.sharding.NamedSharding(mesh, spec))
 
 
 def check_axes(mesh: jax.sharding.Mesh, spec: jax.P, what: str) -> None:

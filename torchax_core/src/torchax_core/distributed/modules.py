@@ -21,7 +21,7 @@ from torchax_core.tensor import Aval, Tensor, make_tensor
 __all__ = ["Rules", "make_in_shards", "named_tensors", "place_in_shards", "shard_module", "shardings_by_rules"]
 
 Pattern = str | re.Pattern[str]
-Rules = Mapping[Pattern, Layout] | Sequence[tuple[Pattern, Layout]] | Callable[[str, torch.Tensor], Layout]
+Rules = Mapping[Any, Layout] | Sequence[tuple[Pattern, Layout]] | Callable[[str, torch.Tensor], Layout]
 _UNMATCHED = ("replicate", "error")
 
 
