@@ -12,6 +12,9 @@ import torch.distributed._functional_collectives as funcol
 from torchax_core.errors import TorchaxError
 from torchax_ops_c10d import CollectiveError, map_group
 
+sys.path.insert(0, str(Path(__file__).parent))
+import collectives_table
+
 c10d = torch.ops._c10d_functional
 
 
@@ -27,6 +30,15 @@ def test_on_eight_devices():
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("place, members", [("devices", 4), ("processes", 2)])
+def test_as_gloo(place, members):
+    """Each call of torch.distributed gives what gloo gives; `collectives_table.py --table` compares more of them."""
+    _, _, differences = collectives_table.compare([(place, members)], full=False)
+    (column,) = differences.values()
+    assert len(column) > 70
+    assert {key: fault for key, fault in column.items() if fault is not None} == {}
 
 
 def test_a_group_of_one_is_the_identity():

@@ -123,7 +123,7 @@ def permute(x: jax.Array, pairs: tuple[tuple[int, int], ...], axis: Axis | None)
 
 def _divide(total: jax.Array, members: int) -> jax.Array:
     if jnp.issubdtype(total.dtype, jnp.integer):
-        return jax.lax.div(total, jnp.asarray(members, total.dtype))
+        return jax.lax.div(total, jnp.full_like(total, members))
     return total / members
 
 
