@@ -378,3 +378,27 @@ def test_a_detached_alias_from_outside_gets_no_gradients() -> None:
     weight.grad = None
     torchax_core.jit(lambda a, b: (a * b).sum())(weight, weight.detach()).backward()
     assert weight.grad.tolist() == [1, 2, 3]
+
+
+def test_requires_grad_counts_where_gradients_may_be_asked_for() -> None:
+    weight, x = torch.ones(2, device="jax", requires_grad=True), torch.ones(2, device="jax")
+    forward = torchax_core.jit(lambda x: x * weight)
+    assert forward(x).requires_grad
+    weight.requires_grad_(False)
+    assert not forward(x).requires_grad and forward(x.clone().requires_grad_()).requires_grad
+    weight.requires_grad_()
+    assert forward(x).requires_grad and "requires_grad" in forward.explain()
+
+    def without(x: torch.Tensor, read: bool) -> torch.Tensor:
+        with torch.no_grad():
+            return x * weight * (2 if read and weight.requires_grad else 1)
+
+    step = torchax_core.jit(without)
+    for wants in (True, False):
+        weight.requires_grad_(wants)
+        assert step(x, False).tolist() == [1, 1] and step(x, True).tolist() == [2 if wants else 1] * 2
+    assert len(step.compilations) == 3  # one for `read=False`
+    returned = torchax_core.jit(lambda: weight)
+    assert not returned().requires_grad
+    weight.requires_grad_()
+    assert returned().requires_grad

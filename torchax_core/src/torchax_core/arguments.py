@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from torchax_core.convert import is_traced
 from torchax_core.tensor import DEVICE_TYPE, Tensor
 from torchax_core.view import View
 
@@ -31,7 +30,7 @@ _LEAVES = frozenset(
     {Tensor, View, torch.Tensor, torch.nn.Parameter, *jax.Array.__subclasses__(), int, float, bool, str}
 )
 _LEAVES |= {type(None), complex, bytes, torch.dtype, torch.device}
-_STORE, _ARRAY, _AVAL, _REQUIRES_GRAD = map(operator.attrgetter, ("_store", "array", "_aval", "requires_grad"))
+_STORE, _ARRAY, _AVAL = map(operator.attrgetter, ("_store", "array", "_aval"))
 
 
 class Call:
@@ -47,6 +46,8 @@ class Call:
 
     def signature(self, name: str) -> tuple[Any, ...] | None:
         """What of the leaves a program is found by; None if one is traced already. Tensors on the CPU are moved.
+
+        What requires gradients is left to the program's guards, as many programs do not depend on it.
 
         Raises TypeError for a leaf that is neither a tensor nor hashable.
         """
@@ -66,9 +67,10 @@ class Call:
         else:
             others, tensors = [], leaves
         stores = [*map(_STORE, tensors)]
-        if any(map(is_traced, map(_ARRAY, stores))):
-            return None
-        key = (*others, *map(_AVAL, tensors), *map(_REQUIRES_GRAD, tensors))
+        for kind in {*map(type, map(_ARRAY, stores))}:
+            if issubclass(kind, jax.core.Tracer):
+                return None
+        key = (*others, *map(_AVAL, tensors))
         ids = [*map(id, stores)]
         if len(set(ids)) != len(ids):  # several arguments over one storage
             key = (*key, *map(ids.index, ids))

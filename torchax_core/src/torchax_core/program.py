@@ -32,7 +32,7 @@ from torchax_core.placement import Placed, constrain, several_devices, sharding_
 from torchax_core.rebinding import Output, Rebinding
 from torchax_core.scopes import naming_modules
 from torchax_core.shardings import resolve, spread_prefix
-from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor
+from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor, write_all
 from torchax_core.trace import Trace, get_grad, promote_placeholders, set_grad, watching_grads
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
 
@@ -105,11 +105,13 @@ class _State:
     def __init__(self, tensors: list[Any], modules: list[Any], grad_none: list[Any]) -> None:
         self.tensors = [tensor for tensor, _, _ in tensors]
         self.stores = [store for _, store, _ in tensors]
-        self.requires_grad = [flag for _, _, flag in tensors]
         self.modules = [module for module, *_ in modules]
         self.training = [training for _, training, *_ in modules]
-        self.members = [d.values() for _, _, parameters, _, buffers, _ in modules for d in (parameters, buffers)]
-        self.member_ids = [i for _, _, _, parameters, _, buffers in modules for i in (*parameters, *buffers)]
+        dicts = [d for _, _, parameters, _, buffers, _ in modules for d in (parameters, buffers)]
+        ids = [i for _, _, _, parameters, _, buffers in modules for i in (parameters, buffers)]
+        self.empty = [d for d, members in zip(dicts, ids, strict=True) if not members]
+        self.members = [d.values() for d, members in zip(dicts, ids, strict=True) if members]
+        self.member_ids = [i for members in ids for i in members]
         self.without_grad = [tensor for tensor, none in grad_none if none]
         self.with_grad = [tensor for tensor, none in grad_none if not none]
 
@@ -146,6 +148,7 @@ class Program:
         self.argument_places = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, jax.Array)) and i not in self.fixed
         ]
+        self.tensor_arguments = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.plain_arguments = all(leaves[i].__class__ is Tensor for i in self.argument_places)
         arrays = [leaves[i]._array() if isinstance(leaves[i], Tensor) else leaves[i] for i in self.argument_places]
         random = self.environment.random
@@ -157,6 +160,9 @@ class Program:
         trace = self.trace
         self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
         self.draws = trace.draws
+        self.gradients_matter = self.gradients_matter or self.wants_grad
+        self.requires_grad = [flag for *_, flag in self.tensors]
+        self.requires_grad += [leaves[i].requires_grad for i in self.tensor_arguments]
         self.guards = trace.guards
         self._module_guards(trace)
         self.rebinding.compile({id(d) for m, *_ in self.modules for d in (m._parameters, m._buffers)})
@@ -199,6 +205,7 @@ class Program:
                 args, kwargs = tree if self.owner.static is None else self.owner.static.unmark(tree)
                 result = [self.owner.fn(*args, **kwargs)]
                 del args, kwargs
+                self.gradients_matter = trace.gradients_matter
                 argument_grads = [
                     (place, inner[place].grad)
                     for place in placeholders
@@ -306,6 +313,8 @@ class Program:
         for leaf, sharding in zip(flat, shardings, strict=True):
             if isinstance(leaf, Tensor):
                 trace.lift(leaf)
+                passed_on = id(leaf) in trace.tensors or id(leaf._store) in trace.arguments  # not made inside
+                self.gradients_matter = self.gradients_matter or passed_on
                 wants_grad = wants_grad or leaf.requires_grad
                 array = leaf._array() if sharding is None else constrain(leaf._array(), sharding)
                 self.results.append(
@@ -417,11 +426,11 @@ class Program:
 
     def also_state(self, leaves: list[Any]) -> dict[int, Storage]:
         """Arguments whose storage the function captures too, by place."""
-        return {
-            place: leaves[place]._store
-            for place in self.argument_places
-            if isinstance(leaves[place], Tensor) and id(leaves[place]._store) in self.captured_ids
-        }
+        places = [i for i in self.argument_places if isinstance(leaves[i], Tensor)] if self.argument_places else []
+        stores = [*map(_STORE, map(leaves.__getitem__, places))]
+        if self.captured_ids.isdisjoint(map(id, stores)):
+            return {}
+        return {i: store for i, store in zip(places, stores, strict=True) if id(store) in self.captured_ids}
 
     def failed_guard(self, leaves: list[Any]) -> str:
         """Empty if the program may run on these arguments; else what changed since it was traced."""
@@ -439,14 +448,20 @@ class Program:
         return (
             not self.also_state(leaves)
             and [*map(_STORE, state.tensors)] == state.stores
-            and [*map(_REQUIRES_GRAD, state.tensors)] == state.requires_grad
+            and (not self.gradients_matter or self._requires_grad(leaves) == self.requires_grad)
             and [*map(_TRAINING, state.modules)] == state.training
             and [*map(id, itertools.chain.from_iterable(state.members))] == state.member_ids
+            and not any(state.empty)
             and all(map(operator.is_, map(get_grad, state.without_grad), itertools.repeat(None)))
             and all(map(operator.is_not, map(get_grad, state.with_grad), itertools.repeat(None)))
             and self.rebinding.holds()
             and all(read() == value for _, read, value in self.guards)
         )
+
+    def _requires_grad(self, leaves: list[Any]) -> list[bool]:
+        """Which of the state and of the arguments, those that are tensors, require gradients."""
+        given = map(leaves.__getitem__, self.tensor_arguments)
+        return [*map(_REQUIRES_GRAD, self._state.tensors), *map(_REQUIRES_GRAD, given)]
 
     def _replace(self, old: Tensor, new: Tensor) -> bool:
         """Let the state tensor `new`, like `old`, be an input in its place; False if that is not all it takes."""
@@ -466,7 +481,8 @@ class Program:
         self.ordered = [fresh if s is store else s for s in self.ordered]
         self.captured_ids = frozenset(map(id, self.captured))
         self.writes = [(fresh if target is store else target, at) for target, at in self.writes]
-        self.__dict__.pop("replaced", None)
+        for name in ("replaced", "_written"):
+            self.__dict__.pop(name, None)
         for ids in (self._state.member_ids, *(ids for _, _, _, p, _, b in self.modules for ids in (p, b))):
             ids[:] = [id(new) if i == id(old) else i for i in ids]
         return True
@@ -484,8 +500,12 @@ class Program:
         for tensor, store, requires_grad in self.tensors:
             if tensor._store is not store:
                 return f"a state tensor of shape {tuple(tensor.shape)} holds other storage than when traced"
-            if tensor.requires_grad is not requires_grad:
+            if self.gradients_matter and tensor.requires_grad is not requires_grad:
                 return f"requires_grad of a state tensor of shape {tuple(tensor.shape)} became {tensor.requires_grad}"
+        if self.gradients_matter:
+            for i, flag in zip(self.tensor_arguments, self.requires_grad[len(self.tensors) :], strict=True):
+                if leaves[i].requires_grad is not flag:
+                    return f"requires_grad of an argument of shape {tuple(leaves[i].shape)} became {not flag}"
         for module, training, parameters, parameter_ids, buffers, buffer_ids in self.modules:
             if module.training is not training:
                 return f"{type(module).__name__}.training became {module.training}"
@@ -522,11 +542,6 @@ class Program:
             outputs = compiled(*inputs)
         del inputs  # what was donated is gone
         self.environment.random.count += self.draws
-        for target, at in self.writes:
-            if target.__class__ is Storage:
-                target.write(outputs[at])
-            else:
-                leaves[target]._write(outputs[at])
         self._put(leaves, outputs)
         results = [
             make_tensor(outputs[r.index], r.aval)
@@ -580,6 +595,21 @@ class Program:
         return self.chosen
 
     @functools.cached_property
+    def _written(self) -> tuple[list[Storage], list[int]]:
+        """Storages that take up outputs, state's and gradients', and the numbers of these."""
+        found = [(target, at) for target, at in self.writes if target.__class__ is Storage]
+        found += [(grad._store, at) for _, grad, at, _ in self.grad_sets if grad is not None]
+        return [store for store, _ in found], [at for _, at in found]
+
+    @functools.cached_property
+    def _written_arguments(self) -> list[tuple[int, int]]:
+        return [(target, at) for target, at in self.writes if target.__class__ is not Storage]
+
+    @functools.cached_property
+    def _set_grads(self) -> tuple[list[Tensor], list[Any]]:
+        return [tensor for tensor, *_ in self.grad_sets], [grad for _, grad, *_ in self.grad_sets]
+
+    @functools.cached_property
     def replaced(self) -> dict[int, Any]:
         """For outputs that take the place of something: its storage, or the place of the argument that has it."""
         found = {at: target for target, at in self.writes}
@@ -601,22 +631,29 @@ class Program:
             for i, store in self.fixed.items():
                 if self.shardings[i] is not None and leaves[i].__class__ is Tensor:
                     store.array = constrain(store.array, self.shardings[i])
-        if self.hosts:
-            state = [self.captured[i].array if kind == "store" else self.hosts[i]() for kind, i in self.input_order]
-        else:
-            state = [*map(_ARRAY, self.ordered)]
+        state: list[Any] = [*map(_ARRAY, self.ordered)]
+        for at, (kind, i) in enumerate(self.input_order if self.hosts else ()):
+            if kind == "host":
+                state.insert(at, self.hosts[i]())
         if self.donates:
             # the storage's reference, the list's, getrefcount's argument; any more, and it is needed elsewhere
-            for at in [i for i, n in enumerate(map(sys.getrefcount, state)) if n > 3 and self.donated[i]]:
-                state[at] = jnp.copy(state[at])
+            counts = [*map(sys.getrefcount, state)]
+            if max(counts) > 3:
+                for at in [i for i, n in enumerate(counts) if n > 3 and self.donated[i]]:
+                    state[at] = jnp.copy(state[at])
         return inputs + state
 
     def _put(self, leaves: list[Any], outputs: Any) -> None:
-        for tensor, grad, at, _aval in self.grad_sets:
-            if grad is not None:
-                grad._store.write(outputs[at])
-            if get_grad(tensor) is not grad:
-                set_grad(tensor, grad)
+        """New values of state, arguments and gradients; values of what was made and kept."""
+        stores, places = self._written
+        write_all(stores, map(outputs.__getitem__, places))
+        for place, at in self._written_arguments:
+            leaves[place]._write(outputs[at])
+        if self.grad_sets:
+            tensors, grads = self._set_grads
+            for tensor, grad in zip(tensors, grads, strict=True):
+                if get_grad(tensor) is not grad:
+                    set_grad(tensor, grad)
         for place, at, aval in self.argument_grads:
             leaf = leaves[place]
             grad = make_tensor(outputs[at], aval)
@@ -670,12 +707,6 @@ class Program:
         outputs = differentiable_call(self.differentiable, operands)
         random.count += self.draws
         with torch.no_grad():
-            for target, at in self.writes:
-                array = outputs[at]._array()
-                if target.__class__ is Storage:
-                    target.write(array)
-                else:
-                    leaves[target]._write(array)
             self._put(leaves, [o._array() for o in outputs])
         results = []
         for r in self.results:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ __all__ = [
     "make_tensor",
     "tensors_among",
     "wrap_array",
+    "write_all",
 ]
 
 DEVICE_TYPE = "jax"
@@ -133,6 +134,18 @@ class Storage:
             array = laid_out_like(array, self.array)
         self.array = array
         self.version = next(_tick)
+
+
+def write_all(stores: Iterable[Storage], arrays: Iterable[jax.Array]) -> None:
+    """Put new arrays in the place of the old ones, one for each storage."""
+    if several_devices():
+        for store, array in zip(stores, arrays, strict=True):
+            store.write(array)
+        return
+    version = next(_tick)
+    for store, array in zip(stores, arrays, strict=True):
+        store.array = array
+        store.version = version
 
 
 class _Flatten:

@@ -57,25 +57,43 @@ class _WatchedGrad:
         self.__set__(tensor, None)
 
 
+_get_requires_grad: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class _WatchedRequiresGrad:
+    """`Tensor.requires_grad` while a trace is under way anywhere: torch's own, and the thread's trace is told of reads."""
+
+    def __get__(self, tensor: Tensor | None, owner: type) -> Any:
+        if tensor is None:
+            return self
+        if active.trace is not None:
+            active.trace.gradients_matter = True
+        return _get_requires_grad(tensor)
+
+    def __set__(self, tensor: Tensor, value: bool) -> None:
+        torch.Tensor.requires_grad.__set__(tensor, value)  # type: ignore[attr-defined]
+
+
 _watchers = 0
 _watchers_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def watching_grads() -> Iterator[None]:
-    """Tell traces of reads and writes of `.grad` from Python."""
+    """Tell traces of reads and writes of `.grad`, and reads of `.requires_grad`, from Python."""
     global _watchers
     with _watchers_lock:
         _watchers += 1
         if _watchers == 1:
             Tensor.grad = _WatchedGrad()  # type: ignore[assignment]
+            Tensor.requires_grad = _WatchedRequiresGrad()  # type: ignore[assignment]
     try:
         yield
     finally:
         with _watchers_lock:
             _watchers -= 1
             if _watchers == 0:
-                del Tensor.grad
+                del Tensor.grad, Tensor.requires_grad
 
 
 class Lifted:
@@ -148,6 +166,7 @@ class Trace:
         self.guards: list[tuple[str, Callable[[], Any], Any]] = []
         self.cleanups: list[Callable[[], None]] = []
         self.backward_ran = False
+        self.gradients_matter = False  # whether what is computed may depend on what requires gradients
         self.draws = 0
         self.bound: dict[int, int] = {}
         self._key, self._count = key, count
@@ -173,6 +192,8 @@ class Trace:
     def lift(self, tensor: Tensor) -> None:
         """Make the tensor's storage an input of the program, if it is not one yet and was not made inside."""
         store = tensor._store
+        if not self.gradients_matter and torch.is_grad_enabled():
+            self.gradients_matter = True
         if id(store) not in self.lifted:
             # made inside: out of the program's values, or out of constants
             if id(store) in self._born_ids:
@@ -199,7 +220,7 @@ class Trace:
 
     def _note_grad(self, tensor: Tensor) -> None:
         """Keep what `.grad` was before the trace, to put it back."""
-        if id(tensor) not in self.grads and tensor.requires_grad and tensor.is_leaf:
+        if id(tensor) not in self.grads and _get_requires_grad(tensor) and tensor.is_leaf:
             self.grads[id(tensor)] = (tensor, get_grad(tensor))
 
     def grad_met(self, tensor: Tensor) -> None:
