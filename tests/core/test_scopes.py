@@ -1,5 +1,7 @@
 """scopes.py: programs say which op and which module their instructions come from."""
 
+import gzip
+import json
 import re
 
 import pytest
@@ -108,3 +110,15 @@ def test_programs_of_eager_ops_have_the_op_s_name():
     kernel = torchax_core.default_env()._kernel(torch.ops.aten.erfc.default)
     entry = next(e for e in kernel.entries.values() if e.single.shape == (3, 5))
     assert "module @jit_erfc" in entry.run.lower(x.jax()).as_text()
+
+
+def test_a_profile_reads_in_modules_and_ops(net, tmp_path):
+    with torchax_core.debug.profile(tmp_path):
+        net(torch.randn(3, 4, device="jax"))
+    (file,) = tmp_path.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    spans = {e["name"]: e for e in events if e.get("ph") == "X"}
+    assert {"Net", "layers.0", "fc", "aten::tanh"} <= set(spans)
+    outer, inner = spans["Net"], spans["aten::tanh"]
+    assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
+    assert outer["tid"] == inner["tid"]

@@ -7,18 +7,24 @@
     with torchax_core.debug.nans():                     # the op that makes the first NaN raises
         loss = step(x)
 
-The same for a whole environment: `Config(debug_accuracy="raise")`, `Config(debug_nans=True)`, `TORCHAX_DEBUG=nans`.
+    with torchax_core.debug.profile("traces"):          # jax.profiler's, with modules and ops by name
+        loss = step(x)
+
+The checks for a whole environment: `Config(debug_accuracy="raise")`, `Config(debug_nans=True)`, `TORCHAX_DEBUG=nans`.
 See docs/debugging.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import jax
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from torchax_core.environment import current_env
 from torchax_core.errors import ConfigError
@@ -26,7 +32,7 @@ from torchax_core.errors import ConfigError
 if TYPE_CHECKING:
     from torchax_core.accuracy import AccuracyCheck
 
-__all__ = ["accuracy", "infs", "nans"]
+__all__ = ["accuracy", "infs", "nans", "profile"]
 
 
 @contextlib.contextmanager
@@ -76,3 +82,26 @@ def infs() -> Iterator[None]:
 
     with _watched(NonFiniteCheck(nans=False, infs=True)):
         yield
+
+
+@contextlib.contextmanager
+def profile(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """A block whose profile jax.profiler writes to `folder`, with the modules and eager ops of this thread by name.
+
+    What is still being computed at its end is waited for. Source: https://docs.jax.dev/en/latest/profiling.html
+    """
+    from torchax_core.scopes import Annotations, Scopes
+
+    scopes = Scopes(scope=jax.profiler.TraceAnnotation)
+    hooks = [
+        register_module_forward_pre_hook(scopes.enter),
+        register_module_forward_hook(scopes.leave, always_call=True),
+    ]
+    try:
+        with jax.profiler.trace(os.fspath(folder)), current_env()._watched_by(Annotations()):
+            yield
+            torch.get_device_module("jax").synchronize()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        scopes.close()

@@ -15,7 +15,7 @@ import jax
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-__all__ = ["Scopes", "naming_modules"]
+__all__ = ["Annotations", "Scopes", "naming_modules"]
 
 _peek = torch._C._autograd._get_sequence_nr
 _node = torch._C._current_autograd_node
@@ -24,7 +24,8 @@ _node = torch._C._current_autograd_node
 class Scopes:
     """The modules whose forward is under way, outermost first, and which backward nodes belong to which."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any] | None = None, scope: Callable[[str], Any] = jax.named_scope) -> None:
+        self._scope = scope
         self.open: list[tuple[torch.nn.Module, str, Any]] = []  # module, path from the root, named_scope entered
         self.path = ""  # of all that are open
         self._names: dict[int, str] = {}
@@ -46,7 +47,7 @@ class Scopes:
             name = ""
         above = self.open[-1][1] if self.open else ""
         short = name.removeprefix(above + ".") if above and name.startswith(above + ".") else name
-        scope = jax.named_scope(short or type(module).__name__)
+        scope = self._scope(short or type(module).__name__)
         scope.__enter__()
         self.open.append((module, name, scope))
         self.path = f"{self.path}/{short or type(module).__name__}" if self.path else short or type(module).__name__
@@ -90,3 +91,22 @@ def naming_modules(trace: Any, fn: Callable[..., Any]) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         scopes.close()
+
+
+class Annotations:
+    """The check (watching.py) that puts eager ops on a profile's timeline by name."""
+
+    jitted = ""
+
+    def before(self, call: Any) -> Any:
+        """Begin the op."""
+        annotation = jax.profiler.TraceAnnotation(call.name)
+        annotation.__enter__()
+        return annotation
+
+    def after(self, call: Any, before: Any, result: Any) -> None:
+        """End it."""
+        before.__exit__(None, None, None)
+
+    def in_backward(self, call: Any, before: Any, given: Any, gradients: Any) -> None:
+        """Nothing: what runs in a backward is ops, or a program that jax names."""

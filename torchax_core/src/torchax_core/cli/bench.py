@@ -29,8 +29,8 @@ def bench(
     names: Annotated[
         list[Benchmark] | None,
         typer.Argument(
-            metavar="[startup|eager|model|train|compile|comparison]...",
-            help="Which; default: all, one after the other.",
+            metavar="[NAME]...",
+            help=f"Of {', '.join(Benchmark)}; default: all.",
         ),
     ] = None,
     quick: Annotated[
