@@ -17,16 +17,11 @@ import jax.numpy as jnp
 import torch
 
 from torchax_core import OpSet, opmath
+from torchax_ops_jtorch.precision import precision
 
 __all__ = ["ops"]
 
 ops = OpSet("torchax_ops_jtorch.rnn", depends_on=torch.get_float32_matmul_precision)
-
-_PRECISION = {
-    "highest": jax.lax.Precision.HIGHEST,
-    "high": jax.lax.Precision.HIGH,
-    "medium": jax.lax.Precision.DEFAULT,
-}
 
 State = tuple[jax.Array, ...]  # (h,), or (h, c) of an LSTM; each (batch, size)
 
@@ -41,15 +36,10 @@ class _Weights(NamedTuple):
     hr: jax.Array | None = None  # (projected, hidden): an LSTM with `proj_size`
 
 
-def _precision() -> jax.lax.Precision:
-    """How exactly products are computed: what the user chose for float32, which accelerators otherwise lower."""
-    return _PRECISION[torch.get_float32_matmul_precision()]
-
-
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """`x @ weight.T + bias`, summed in float32 for half types and left there."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    out = jnp.matmul(x, weight.T, precision=_precision(), preferred_element_type=dtype)
+    out = jnp.matmul(x, weight.T, precision=precision(), preferred_element_type=dtype)
     return out if bias is None else out + bias
 
 
