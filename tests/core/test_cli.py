@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import torchax_core
@@ -319,6 +320,36 @@ def test_every_command_has_json_and_a_line_in_the_docstring():
         name = command.name or command.callback.__name__.replace("_", "-")
         assert "--json" in invoke(name, "--help")[0], name
         assert f"torchax {name} " in cli.__doc__, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["ops", "^aten::sin$"], 0),
+        (["explain", "aten::sin"], 0),
+        (["explain", "torchax_cli_test::nobody"], 1),
+        (["ops", "--bogus"], 2),
+        (["explain"], 2),
+        (["bench", "nothing"], 2),
+        (["export", "nomodule:make", "--out", "x.zip"], 2),
+        (["conformance", "--bogus"], 2),
+        (["nocommand"], 2),
+    ],
+)
+def test_exit_codes(arguments, code):
+    library = torch.library.Library("torchax_cli_test", "FRAGMENT")
+    library.define("nobody(Tensor x) -> Tensor")
+    try:
+        assert CliRunner().invoke(cli.app, arguments).exit_code == code
+    finally:
+        library._destroy()
+
+
+def test_every_command_is_in_the_documentation():
+    text = (ROOT / "docs/command-line.md").read_text()
+    for command in cli.app.registered_commands:
+        name = command.name or command.callback.__name__.replace("_", "-")
+        assert f"| `torchax {name}" in text, name
 
 
 def test_help_documents_the_exit_codes():

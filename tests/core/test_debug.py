@@ -1,7 +1,9 @@
 """debug.py: planted faults are found, and named by op and line; what is right is let pass."""
 
+import re
 import threading
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import torchax_core
-from torchax_core import debug
+from torchax_core import debug, nonfinite
+from torchax_core.compat.config import Configuration
 from torchax_core.errors import AccuracyError, AccuracyWarning, ConfigError, NonFiniteError
 
 
@@ -307,6 +310,14 @@ def test_a_nan_that_only_the_program_makes_is_told(env):
             f(x)
 
 
+def test_arrays_elsewhere_are_looked_at_by_the_device():
+    """What lies on the CPU is read in place; the rest, by a program, must be judged alike."""
+    for values in ([0.0, 1.0], [0.0, float("nan")], [-float("inf"), 0.0]):
+        array = jnp.array(values)
+        for what in ("isnan", "isinf"):
+            assert bool(nonfinite._on_device(array, what)) == nonfinite._any(array, what)
+
+
 # -- as settings -------------------------------------------------------------------------------------------------------
 
 
@@ -337,8 +348,36 @@ def test_wrong_settings(monkeypatch):
         torchax_core.Config.from_environment()
 
 
+def test_google_torchax_s_setting_compares_too():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = Configuration(debug_accuracy_for_each_op=True)
+    assert config.debug_accuracy == "warn"
+
+
 def test_nothing_is_left_behind(env):
     before = env._lookup()
     with debug.nans(), debug.accuracy():
         assert torchax_core.current_env() is not env and torchax_core.current_env()._root is env
     assert torchax_core.current_env() is env and env._lookup() is before is env._kernels and env._watch is None
+
+
+def test_the_programs_of_the_documentation():
+    """docs/debugging.md, in order; the profile's is test_scopes.py's."""
+    torch.manual_seed(0)
+    text = (Path(__file__).parents[2] / "docs/debugging.md").read_text()
+    programs = [p for p in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "profile" not in p]
+    names = {}
+    raised = []
+    for program in programs:
+        wanted = re.search(r"# raises (\w+)", program)
+        if wanted is None:
+            exec(program, names)
+            continue
+        with pytest.raises(getattr(torchax_core.errors, wanted[1])) as caught:
+            exec(program, names)
+        raised.append(str(caught.value))
+    gelu, division = raised
+    assert "aten::gelu differs from CPU torch" in gelu and "aten::gelu(float32[16,8])" in gelu
+    assert division.startswith("aten::div.Tensor made NaN") and "(float32[3], float32[])" in division
+    assert not names["report"].differences

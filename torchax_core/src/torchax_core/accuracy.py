@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torchax_core.errors import AccuracyError, AccuracyWarning
 from torchax_core.tensor import Tensor, wrap_array
 from torchax_core.twins import Twins, values_of, widened
-from torchax_core.watching import Call, Check, user_place
+from torchax_core.watching import Call, Check
 
 __all__ = ["TOLERANCES", "AccuracyCheck", "Difference"]
 
@@ -113,7 +113,7 @@ class AccuracyCheck(Check):
         with torch.no_grad():
             difference = self._compared(call, before, result)
         if difference is not None:
-            self._found(difference)
+            self._found(difference, call)
 
     def _compared(self, call: Call, twin: _Twin, result: Any) -> Difference | None:
         outcome = twin.run()
@@ -149,10 +149,10 @@ class AccuracyCheck(Check):
                     actual = torch.zeros_like(expected)
                 found = self._compare(call, f"gradient {i}", actual, expected, lambda: None)
                 if found is not None:
-                    self._found(found)
+                    self._found(found, call)
                     return
 
-    def _found(self, difference: Difference) -> None:
+    def _found(self, difference: Difference, call: Call) -> None:
         known = any(d.op == difference.op for d in self.differences)
         if not known:
             self.differences.append(difference)
@@ -162,7 +162,7 @@ class AccuracyCheck(Check):
                 'Config(debug_accuracy="warn") warns and goes on.'
             )
         if not known:
-            warnings.warn_explicit(str(difference), AccuracyWarning, *(user_place() or (__file__, 1)))
+            warnings.warn_explicit(str(difference), AccuracyWarning, *(call.place or (__file__, 1)))
 
     # -- values ----------------------------------------------------------------------------------
 

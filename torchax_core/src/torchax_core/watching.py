@@ -26,7 +26,10 @@ from torchax_core.purity import in_jax
 from torchax_core.tensor import Tensor, active, tensors_among
 from torchax_core.variants import op_name
 
-__all__ = ["Call", "Check", "Watch", "checks_of", "user_line", "user_place"]
+__all__ = ["Call", "Check", "Watch", "checks_of"]
+
+Place = tuple[str, int]
+"""A file and a line number."""
 
 _peek = torch._C._autograd._get_sequence_nr
 _node = torch._C._current_autograd_node
@@ -48,12 +51,15 @@ class Call:
     name:     the op's full name, or a torch function's dotted one.
     func:     the op or function itself.
     line:     where in the user's code it is, or whose backward it is part of.
+    place:    file and number of that line, the forward's for a backward; None if unknown.
     """
 
-    __slots__ = ("args", "func", "kwargs", "line", "name")
+    __slots__ = ("args", "func", "kwargs", "line", "name", "place")
 
-    def __init__(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], line: str) -> None:
-        self.name, self.func, self.args, self.kwargs, self.line = name, func, args, kwargs, line
+    def __init__(
+        self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], line: str, place: Place | None
+    ) -> None:
+        self.name, self.func, self.args, self.kwargs, self.line, self.place = name, func, args, kwargs, line, place
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors of ours among the arguments."""
@@ -86,9 +92,7 @@ class Watch:
         self.environment = environment
         self.logs = logs
         self.checks: tuple[Any, ...] = (*checks, *([log.OpLines()] if logs else []))
-        self._forward: dict[
-            int, tuple[str, str]
-        ] = {}  # sequence number of a backward node -> op and line of its forward
+        self._forward: dict[int, Call] = {}  # by the sequence number of a backward node: its forward, less arguments
         self._thread: int | None = threading.get_ident()
 
     def get(self, func: Any) -> Any:
@@ -123,7 +127,7 @@ class Watch:
         node = _node()
         record = node is None and any(t.requires_grad for t in tensors)
         first = _peek()
-        watched = Call(name, func, args, kwargs, self._line(node))
+        watched = Call(name, func, args, kwargs, *self._line(node))
         states = [(check, check.before(watched)) for check in self.checks]
         outer = _whole.name
         _whole.name = name if whole else ""
@@ -148,12 +152,14 @@ class Watch:
 
     # -- where a call is -------------------------------------------------------------------------
 
-    def _line(self, node: Any) -> str:
+    def _line(self, node: Any) -> tuple[str, Place | None]:
         if node is None:
-            return user_line()
-        op, line = self._forward.get(node._sequence_nr(), ("", ""))
-        forward = f", of {op} {line}" if op else ""
-        return f"in backward ({node.name()}{forward})"
+            place = user_place()
+            return line_text(place), place
+        forward = self._forward.get(node._sequence_nr())
+        if forward is None:
+            return f"in backward ({node.name()})", None
+        return f"in backward ({node.name()}, of {forward.name} {forward.line})", forward.place
 
     def _remember(self, call: Call, first: int) -> None:
         """Note which backward nodes the call has made: below autograd the one just before it, above it all since."""
@@ -165,14 +171,15 @@ class Watch:
         if len(self._forward) > _LINES_KEPT:
             self._forward.clear()
         for number in range(first - 1, _peek()):
-            self._forward.setdefault(number, (call.name, call.line))
+            self._forward.setdefault(number, Call(call.name, None, (), {}, call.line, call.place))
 
     def _watch_backward(self, call: Call, states: Any, result: Any) -> None:
         nodes = {id(n): n for n in (getattr(t, "grad_fn", None) for t in pytree.tree_leaves(result)) if n is not None}
         for node in nodes.values():
             if node.name() != "_CallBackward":  # torch's own: its backward is made of ops, each watched
                 continue
-            backward = Call(call.name, call.func, call.args, call.kwargs, f"in its backward (forward {call.line})")
+            line = f"in its backward (forward {call.line})"
+            backward = Call(call.name, call.func, call.args, call.kwargs, line, call.place)
 
             def hook(gradients: Any, given: Any, backward: Call = backward) -> None:
                 for check, state in states:
@@ -199,7 +206,8 @@ class Watch:
         self, function: Any, program: Any, leaves: Sequence[Any], run: Callable[[], Any], args: Any, kwargs: Any
     ) -> Any:
         """`run()`, a call of a jitted function's program, as the checks want it."""
-        call = Call(f"jit({function.name})", function, args, kwargs, user_line())
+        place = user_place()
+        call = Call(f"jit({function.name})", function, args, kwargs, line_text(place), place)
         logs = [(check, check.before(call)) for check in self.checks if isinstance(check, log.OpLines)]
         if any(check.jitted == "checked" for check in self.checks):
             from torchax_core.nonfinite import run_checked
@@ -261,7 +269,7 @@ def _is_users(file: str) -> bool:
     return rest == file or rest.startswith(("site-packages", "dist-packages"))
 
 
-def user_place() -> tuple[str, int] | None:
+def user_place() -> Place | None:
     """File and line of the innermost frame on this thread's stack outside torch, jax and torchax_core."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -271,9 +279,8 @@ def user_place() -> tuple[str, int] | None:
     return None
 
 
-def user_line() -> str:
-    """`at model.py:12: y = x / s`: where in the user's code this thread is."""
-    place = user_place()
+def line_text(place: Place | None) -> str:
+    """A place as `at model.py:12: y = x / s`."""
     if place is None:
         return "in a thread without a line of the user's"
     text = linecache.getline(*place).strip()

@@ -12,7 +12,6 @@ __all__ = ["Configuration"]
 _INSTEAD = {
     "debug_print_each_op": "set TORCHAX_LOG=ops",
     "debug_print_each_op_operands": "set TORCHAX_LOG=ops",
-    "debug_accuracy_for_each_op": "compare ops with torchax_core.testing.assert_matches_torch",
     "debug_mixed_tensor": "a mixed-device call raises an error that names the op and the argument",
     "use_int32_for_index": "indices have torch's dtype, int64",
     "use_tpu_flash_attention": "override aten::scaled_dot_product_attention with the kernel",
@@ -29,7 +28,7 @@ _INSTEAD = {
 
 @dataclasses.dataclass
 class Configuration(Config):
-    """A torchax_core.Config that also takes google/torchax's settings, and warns of those changed from their defaults."""
+    """A torchax_core.Config that also takes google/torchax's settings, and warns of those that have no effect here."""
 
     debug_print_each_op: bool = False
     debug_print_each_op_operands: bool = False
@@ -46,6 +45,8 @@ class Configuration(Config):
     treat_cuda_as_jax_device: bool = True
 
     def __post_init__(self) -> None:
+        if self.debug_accuracy_for_each_op and not self.debug_accuracy:
+            self.debug_accuracy = "warn"  # google/torchax prints what differs, and goes on
         super().__post_init__()
         for name, instead in _INSTEAD.items():
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
