@@ -9,10 +9,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from torch.distributed.device_mesh import init_device_mesh
 
 from torchax_core.errors import ShapeError
 from torchax_core.interop import jax_view
-from torchax_ops_c10d import CollectiveError, map_group
+from torchax_ops_c10d import CollectiveError, average_gradients, init_single_process, map_group, permute_tensor
 
 MEMBERS, ROWS = 8, 16
 c10d = torch.ops._c10d_functional
@@ -231,3 +232,139 @@ def test_process_groups():
             funcol.all_reduce(torch.ones(2, device="jax"), "sum", dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def world():
+    """The backend "jax" over the devices of this process."""
+    init_single_process()
+    yield
+    dist.destroy_process_group()
+
+
+def test_groups_find_their_axis(world):
+    """The default group is all axes in scope, and a dimension of a DeviceMesh the axis of its name."""
+    assert (dist.get_world_size(), dist.get_rank(), dist.get_backend()) == (MEMBERS, 0, "jax")
+    dims = init_device_mesh("jax", (2, 4), mesh_dim_names=("a", "b"))
+    values = shards()
+    by_axis = values.reshape(2, 4, ROWS, 2)
+
+    def per_device(t):
+        everyone, row, column = t.clone(), t.clone(), t.clone()
+        dist.all_reduce(everyone)
+        dist.all_reduce(row, group=dims.get_group("a"))
+        dist.broadcast(column, group=dims.get_group("b"), group_src=3)
+        return torch.stack([everyone, row, column, funcol.all_reduce(t, "sum", dims["b"])])
+
+    got = run(per_device, values, mesh=plane).reshape(2, 4, 4, ROWS, 2)
+    np.testing.assert_array_equal(got[1, 2, 0], values.sum(0))
+    np.testing.assert_array_equal(got[1, 2, 1], by_axis[:, 2].sum(0))
+    np.testing.assert_array_equal(got[1, 2, 2], by_axis[1, 3])
+    np.testing.assert_array_equal(got[1, 2, 3], by_axis[1].sum(0))
+    # the same code, and another mesh: nothing was remembered
+    other = jax.make_mesh((MEMBERS,), ("other",), axis_types=(AxisType.Auto,))
+    got = run(lambda t: funcol.all_reduce(t, "sum", dist.group.WORLD), values, mesh=other)
+    np.testing.assert_array_equal(got[4], values.sum(0))
+    with pytest.raises(CollectiveError, match="has 2 members, but device 'jax' is one logical device"):
+        run(lambda t: funcol.all_reduce(t, "sum", dims["a"]), values, mesh=line)
+
+
+def test_permute(world):
+    values = shards()
+    order = [1, 0, 3, 2, 5, 4, 7, 6]
+    got = run(lambda t: permute_tensor(t, order, dist.group.WORLD), values)
+    np.testing.assert_array_equal(got, values[order])
+
+    def gradient(t):
+        t = t.clone().requires_grad_()
+        weight = torch.arange(8.0, device="jax")[torch.distributed.get_rank()]
+        (permute_tensor(t * t, [1, 2, 3, 4, 5, 6, 7, 0], dist.group.WORLD) * (t.detach() + weight)).sum().backward()
+        return t.grad
+
+    # member i's square is multiplied, on member i + 1, by that one's own value
+    np.testing.assert_array_equal(run(gradient, values), 2 * values * np.roll(values, -1, axis=0))
+    with pytest.raises(CollectiveError, match="must be a permutation of the members"):
+        run(lambda t: permute_tensor(t, [0] * 8, dist.group.WORLD), values)
+
+
+def test_a_batch_of_sends_is_a_shift(world):
+    values = shards()
+
+    def exchange(*shifts):
+        def per_device(t):
+            outs = [torch.zeros_like(t) for _ in shifts]
+            ops = [dist.P2POp(dist.isend, t + i, to) for i, (to, _) in enumerate(shifts)]
+            ops += [dist.P2POp(dist.irecv, out, source) for out, (_, source) in zip(outs, shifts, strict=True)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            return torch.stack(outs)
+
+        return run(per_device, values)
+
+    got = exchange((1, 7), (5, 3))  # both neighbours of a halo, and beyond
+    np.testing.assert_array_equal(got[:, 0], np.roll(values, 1, axis=0))
+    np.testing.assert_array_equal(got[:, 1], np.roll(values, 5, axis=0) + 1)
+    for pair in ((1, 1), (4, 4), (2, 7)):  # a swap of neighbours, a shift or a reflection, neither
+        with pytest.raises(CollectiveError, match="permute_tensor"):
+            exchange(pair)
+    with pytest.raises(CollectiveError, match="permute_tensor"):
+        run(lambda t: dist.send(t, 1), values)
+
+    def functional(t):
+        return c10d.batch_p2p_ops(["isend", "irecv"], [3, 5], [0, 0], [t, torch.zeros_like(t)], "0")[1]
+
+    np.testing.assert_array_equal(run(functional, values), np.roll(values, 3, axis=0))
+
+
+def test_average_gradients(world):
+    values = shards()
+
+    def per_device(t):
+        weight, unused = t[0].clone().requires_grad_(), t[0].clone().requires_grad_()
+        (weight * t[1]).sum().backward()
+        average_gradients([weight, unused])
+        assert unused.grad is None
+        return weight.grad
+
+    np.testing.assert_array_equal(run(per_device, values)[2], values[:, 1].mean(0))
+
+
+def test_outside_of_a_program_the_devices_are_no_members(world):
+    with pytest.raises(CollectiveError, match=r"[Rr]un this code inside jax.shard_map"):
+        dist.all_reduce(torch.ones(2, device="jax"))
+
+
+def test_only_rank_0_can_be_the_root_of_lists(world):
+    with pytest.raises(CollectiveError, match="has no `gather_list` for the root 1"):
+        run(lambda t: dist.gather(t, None, 1), shards())
+    with pytest.raises(CollectiveError, match="has no `scatter_list` for the root 1"):
+        run(lambda t: dist.scatter(t, None, 1), shards())
+
+
+def test_signed_zeros_and_nans_survive_a_broadcast(world):
+    values = np.array([[-0.0, np.nan, 1.0]] * MEMBERS, np.float32)
+
+    def per_device(t):
+        out = torch.zeros_like(t)
+        dist.scatter(out, [t] * MEMBERS, 0)
+        return torch.stack([funcol.broadcast(t, 2, dist.group.WORLD), out])
+
+    for got in run(per_device, values)[5]:
+        np.testing.assert_array_equal(got, values[0])
+        np.testing.assert_array_equal(np.signbit(got[[0, 2]]), [True, False])
+
+
+def test_jax_differentiates_a_broadcast(world):
+    """jax.grad through torch code: every member's use of the value counts at its source."""
+    weights = jnp.arange(1.0, MEMBERS + 1)
+
+    def loss(x):
+        def per_device(x, weight):
+            value = jax_view(lambda t: funcol.broadcast(t, 2, dist.group.WORLD))(x)
+            return jax.lax.psum((value * weight).sum(), "x")
+
+        return jax.shard_map(per_device, mesh=line, in_specs=P("x"), out_specs=P(), check_vma=False)(x, weights)
+
+    gradient = jax.grad(loss)(jnp.ones(MEMBERS))
+    assert gradient[2] != 0 and not gradient[jnp.arange(MEMBERS) != 2].any()
+    np.testing.assert_allclose(gradient / gradient[2], np.eye(MEMBERS)[2])

@@ -3,14 +3,17 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
-from torchax_core.errors import TorchaxError
-from torchax_ops_c10d import CollectiveError, map_group
+from torchax_core.errors import ShapeError, TorchaxError
+from torchax_ops_c10d import CollectiveError, backend, map_group
 
 sys.path.insert(0, str(Path(__file__).parent))
 import collectives_table
@@ -27,7 +30,7 @@ def test_on_eight_devices():
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
@@ -99,3 +102,39 @@ def test_unknown_reductions_and_point_to_point_raise():
         c10d.irecv(x, 1, 0, "solo")
     with pytest.raises(CollectiveError, match="ppermute"):
         c10d.batch_p2p_ops(["isend"], [1], [0], [x], "solo")
+
+
+def test_a_world_of_one():
+    """init_process_group("jax"), with one process, whose collectives are the identity."""
+    dist.init_process_group("jax", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, out = torch.arange(3.0, device="jax"), torch.zeros(3, device="jax")
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        dist.all_to_all_single(out, x, [3], [3])
+        dist.reduce(x, 0)
+        dist.broadcast(x, 0)
+        dist.barrier()
+        gathered: list = [None]
+        dist.all_gather_object(gathered, "me")
+        assert gathered == ["me"]
+        assert x.cpu().tolist() == out.cpu().tolist() == [0, 1, 2]
+        with pytest.raises(ShapeError, match="must have one tensor for each of the 1 members, but has 2"):
+            dist.all_gather([out, out], x)
+        with pytest.raises(CollectiveError, match="'band' is not defined for torch.float32"):
+            dist.all_reduce(x, dist.ReduceOp.BAND)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_jax_must_not_have_started():
+    torch.zeros(1, device="jax")
+    options = SimpleNamespace(
+        store=dist.HashStore(), group_rank=0, group_size=2, timeout=timedelta(seconds=5), global_ranks_in_group=[]
+    )
+    with pytest.raises(CollectiveError, match="must come before the first use of any device"):
+        backend._start_jax(options)
+
+
+def test_importing_the_core_starts_no_backend_of_jax():
+    code = "import torchax_core, torchax_ops_c10d; from jax._src import xla_bridge as x; assert not x.backends_are_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -41,7 +41,7 @@ __all__ = [
 
 def array_of(tensor: torch.Tensor) -> jax.Array:
     """The tensor's array. Raises ConversionError if it is on another device."""
-    return jax_view(tensor.detach())  # type: ignore[no-any-return]
+    return jax_view(tensor)  # type: ignore[no-any-return]
 
 
 def tensor_of(array: jax.Array, shape: Sequence[int]) -> torch.Tensor:

@@ -54,9 +54,12 @@ def axis_of(op: str, group: Any, size: int | None = None, *, elsewhere: bool = F
     Raises CollectiveError if the group is no axis in scope here and has other members, or another size.
     """
     name = name_of(group)
-    axis = _axes.get(name) or _axis_in_scope(name)
-    length = None if axis is None else _length(axis)
-    if length is not None:
+    axis = mapped = _axes.get(name)
+    length = None if mapped is None else _length(mapped)
+    if length is None:
+        axis = _axis_in_scope(name)
+        length = None if axis is None else _length(axis)
+    if axis is not None and length is not None:
         if size is not None and size != length:
             raise CollectiveError(
                 f"{op}: the call says that the group {name!r} has {size} members, but it is the mesh axis {axis!r}, "
@@ -71,9 +74,9 @@ def axis_of(op: str, group: Any, size: int | None = None, *, elsewhere: bool = F
     if size == 1:
         return None
     members = "is unknown to torch.distributed" if size is None else f"has {size} members"
-    if axis is not None:
+    if mapped is not None:
         raise CollectiveError(
-            f"{op}: the group {name!r} is the mesh axis {axis!r}, which is not in scope here. Run this code inside "
+            f"{op}: the group {name!r} is the mesh axis {mapped!r}, which is not in scope here. Run this code inside "
             f"jax.shard_map over a mesh with that axis."
         )
     raise CollectiveError(

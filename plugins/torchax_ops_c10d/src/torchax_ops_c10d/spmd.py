@@ -7,7 +7,9 @@ Source: https://docs.jax.dev/en/latest/jax.lax.html#parallel-operators
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,18 +102,14 @@ def broadcast(x: jax.Array, source: int, axis: Axis | None) -> jax.Array:
     """The array of the member `source`, on every member."""
     if axis is None:
         return x
-    if x.dtype == jnp.bool_:
-        return broadcast(x.astype(jnp.int32), source, axis) != 0
-    return jax.lax.psum(_only_of(x, source, axis), axis)
+    return _from_one(x, source, axis, jax.lax.psum)
 
 
 def scatter(parts: jax.Array, source: int, axis: Axis | None) -> jax.Array:
     """This member's part of what the member `source` has. parts: (members, ...); returns (...)."""
     if axis is None:
         return parts[0]
-    if parts.dtype == jnp.bool_:
-        return scatter(parts.astype(jnp.int32), source, axis) != 0
-    return jax.lax.psum_scatter(_only_of(parts, source, axis), axis)
+    return _from_one(parts, source, axis, jax.lax.psum_scatter)
 
 
 def permute(x: jax.Array, pairs: tuple[tuple[int, int], ...], axis: Axis | None) -> jax.Array:
@@ -127,7 +125,25 @@ def _divide(total: jax.Array, members: int) -> jax.Array:
     return total / members
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _from_one(x: jax.Array, source: int, axis: Axis, sum: Callable[..., jax.Array]) -> jax.Array:
+    """The sum over members, of which only one counts, bit for bit: as floats, -0.0 + 0.0 would be 0.0."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        real, imag = (_from_one(part, source, axis, sum) for part in (x.real, x.imag))
+        return jax.lax.complex(real, imag)
+    if x.dtype == jnp.bool_:
+        return _from_one(x.astype(jnp.uint8), source, axis, sum) != 0
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return sum(_only_of(x, source, axis), axis)
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return jax.lax.bitcast_convert_type(sum(_only_of(bits, source, axis), axis), x.dtype)
+
+
+@_from_one.defjvp
+def _(source: int, axis: Axis, sum: Callable[..., jax.Array], primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    return _from_one(x, source, axis, sum), sum(_only_of(dx, source, axis), axis)
+
+
 def _only_of(x: jax.Array, source: int, axis: Axis) -> jax.Array:
-    """x on one member, and on the others what adds nothing: of floats that is -0.0, as -0.0 + 0.0 is 0.0."""
-    nothing = jnp.full_like(x, -0.0) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.zeros_like(x)
-    return jnp.where(jax.lax.axis_index(axis) == source, x, nothing)
+    return jnp.where(jax.lax.axis_index(axis) == source, x, jnp.zeros_like(x))
