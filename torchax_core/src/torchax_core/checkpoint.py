@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from torchax_core import processes
 from torchax_core.convert import array_from_torch, torch_from_array
 from torchax_core.dtypes import torch_dtype
 from torchax_core.environment import current_env
@@ -92,10 +93,11 @@ def save_checkpoint(
     wait:  False: return at once and write in the background; what was given may be changed meanwhile. Call `.wait()` of the
            result before the program ends. Takes the device memory of a copy until it is done.
     keep:  how many of the latest steps to keep; None: all.
+    Where jax runs in several processes, each calls this with the same arguments, on a file system that all share: of arrays that
+    lie on devices of all, each writes its shards; of all else the first's values are saved; random states are each its own.
     Raises CheckpointError for a value it cannot save, or if `path` is a file.
     """
     _orbax()
-    _refuse_many_processes()
     root = pathlib.Path(path).absolute()
     if root.exists() and not root.is_dir():
         raise CheckpointError(f"save_checkpoint needs a folder, but {root} is a file. Give the folder to make.")
@@ -106,16 +108,16 @@ def save_checkpoint(
         "random": _encode(_random_state(), arrays, "random"),
     }
     manifest["arrays"] = [{"shape": list(a.shape), "dtype": str(a.dtype)} for a in arrays]
+    meeting = processes.Meeting()
     with _one_at_a_time:
-        root.mkdir(parents=True, exist_ok=True)
-        for _, _, folder in _folders(root):
-            if folder.name.startswith(".") and folder not in _under_way:  # of a process that was killed
-                shutil.rmtree(folder)
-        number = max((n for s, n, _ in _folders(root) if s == step), default=-1) + 1
-        folder = root / f"{int(step):08d}.{number}"
-        started = root / f".{folder.name}.saving"
-        started.mkdir()  # takes the name, for a save that starts before this one is done
-        _under_way.add(started)
+        name, failed = None, None
+        if processes.is_first():
+            try:
+                name = _begin(root, int(step))
+            except OSError as error:
+                failed = error
+        folder = root / meeting.tell(name, failed)
+    started = _started(folder)
     if not wait:
         with jax.enable_x64(True):
             arrays = [jnp.copy(array) for array in arrays]  # jax_jit may be told to give up the old ones
@@ -123,10 +125,11 @@ def save_checkpoint(
     def run() -> None:
         with _one_at_a_time:
             try:
-                _write(started, folder, manifest, arrays)
+                _write(started, folder, manifest, arrays, meeting)
             finally:
                 _under_way.discard(started)
-            _tidy(root, keep)
+            if processes.is_first():
+                _tidy(root, keep)
 
     return Save(folder, run, background=not wait)
 
@@ -159,7 +162,7 @@ def load_checkpoint(path: str | os.PathLike[str], step: int | None = None, *, in
     arrays = _read_arrays(folder, manifest, wanted)
     if into is None:
         return _to_arrays(_decode(manifest["state"], arrays))
-    random = _decode(manifest["random"], arrays)
+    random = _own_random_state(folder) or _decode(manifest["random"], arrays)
     return put_into(into, _decode(manifest["state"], arrays), random)
 
 
@@ -274,12 +277,22 @@ def _orbax() -> Any:
     return orbax.checkpoint
 
 
-def _refuse_many_processes() -> None:
-    if jax.process_count() > 1:
-        raise NotImplementedError(
-            f"save_checkpoint writes from one process, but jax runs in {jax.process_count()}. Use orbax itself there, with "
-            "`torchax_core.interop.jax_view(state)` as its item."
-        )
+def _started(folder: pathlib.Path) -> pathlib.Path:
+    """The name of a checkpoint's folder while it is written."""
+    return folder.with_name(f".{folder.name}.saving")
+
+
+def _begin(root: pathlib.Path, step: int) -> str:
+    """Make the folder that a step is written to, and remove those of processes that were killed. The name it will have."""
+    root.mkdir(parents=True, exist_ok=True)
+    for _, _, folder in _folders(root):
+        if folder.name.startswith(".") and folder not in _under_way:
+            shutil.rmtree(folder)
+    number = max((n for s, n, _ in _folders(root) if s == step), default=-1) + 1
+    started = _started(root / f"{step:08d}.{number}")
+    started.mkdir()  # takes the name, for a save that starts before this one is done
+    _under_way.add(started)
+    return f"{step:08d}.{number}"
 
 
 def _folders(root: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
@@ -296,12 +309,31 @@ def _complete(root: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
     return [entry for entry in _folders(root) if not entry[2].name.startswith(".")]
 
 
-def _write(started: pathlib.Path, folder: pathlib.Path, manifest: dict[str, Any], arrays: list[Any]) -> None:
+def _write(
+    started: pathlib.Path, folder: pathlib.Path, manifest: dict[str, Any], arrays: list[Any], meeting: processes.Meeting
+) -> None:
     ocp = _orbax()
-    named = {f"{i:06d}": array for i, array in enumerate(arrays) if array.size}  # orbax writes no empty ones
+    # orbax writes no empty ones
+    named = {f"{i:06d}": processes.everywhere(array) for i, array in enumerate(arrays) if array.size}
     if named:
-        with contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler())) as writer:
+        handler, together = ocp.StandardCheckpointHandler(), processes.options(f"torchax_{meeting.number}")
+        with contextlib.closing(ocp.Checkpointer(handler, multiprocessing_options=together)) as writer:
             writer.save(started / "arrays", args=ocp.args.StandardSave(named), force=True)
+    if processes.several():
+        random = {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in _random_state().items()}
+        (started / f"random.{jax.process_index()}.json").write_text(json.dumps(random))
+        meeting.gather("written")
+    failed = None
+    if processes.is_first():
+        try:
+            _complete_folder(started, folder, manifest)
+        except OSError as error:
+            failed = error
+    meeting.tell(folder.name, failed)
+
+
+def _complete_folder(started: pathlib.Path, folder: pathlib.Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, and give the folder its name."""
     manifest["files"] = {name: [file.stat().st_size, _crc(file)] for name, file in _files(started).items()}
     body = json.dumps(manifest)
     with open(started / _MANIFEST, "w") as file:
@@ -392,19 +424,24 @@ def _read_arrays(folder: pathlib.Path, manifest: dict[str, Any], shardings: dict
     """The arrays, each laid out as asked for, else on the default device."""
     ocp = _orbax()
     facts = manifest["arrays"]
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     try:
-        with jax.enable_x64(True), contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler())) as reader:
+        checkpointer = ocp.Checkpointer(
+            ocp.StandardCheckpointHandler(), multiprocessing_options=processes.options("torchax_load")
+        )
+        with jax.enable_x64(True), contextlib.closing(checkpointer) as reader:
             abstract = {
                 f"{i:06d}": jax.ShapeDtypeStruct(
-                    tuple(fact["shape"]), np.dtype(fact["dtype"]), sharding=shardings.get(i, here)
+                    tuple(fact["shape"]), np.dtype(fact["dtype"]), sharding=processes.reading(shardings.get(i, here))
                 )
                 for i, fact in enumerate(facts)
                 if 0 not in fact["shape"]
             }
             found = reader.restore(folder / "arrays", args=ocp.args.StandardRestore(abstract)) if abstract else {}
             arrays = [
-                found[f"{i:06d}"] if f"{i:06d}" in found else jnp.zeros(fact["shape"], np.dtype(fact["dtype"]))
+                _placed(found[f"{i:06d}"], shardings.get(i, here))
+                if f"{i:06d}" in found
+                else jnp.zeros(fact["shape"], np.dtype(fact["dtype"]))
                 for i, fact in enumerate(facts)
             ]
             jax.block_until_ready(arrays)
@@ -419,6 +456,24 @@ def _read_arrays(folder: pathlib.Path, manifest: dict[str, Any], shardings: dict
                 f"was saved. {_DAMAGED}"
             )
     return arrays
+
+
+def _placed(array: jax.Array, sharding: Any) -> jax.Array:
+    """What was read, where it is to lie."""
+    if processes.several() and sharding.is_fully_addressable:
+        return processes.locally(array, sharding)
+    return array
+
+
+def _own_random_state(folder: pathlib.Path) -> dict[str, torch.Tensor] | None:
+    """The random state that this process had, if it was one of several that saved; None if that is the one in the manifest."""
+    file = folder / f"random.{jax.process_index()}.json"
+    if not processes.several() or not file.is_file():
+        return None
+    content = json.loads(file.read_text())
+    return {
+        name: torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8) for name, data in content.items()
+    }
 
 
 def _read_torch_file(file: pathlib.Path) -> Any:
