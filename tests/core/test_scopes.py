@@ -67,6 +67,17 @@ def test_a_training_step_reads_in_modules_and_ops(net):
     assert "jit(step)/Net/layers.0" in lowered.compile().as_text()
 
 
+def test_the_backward_of_an_op_kept_whole_is_its_module_s(net):
+    with torchax_core.default_env().override_op_definition(
+        "aten::linear", lambda input, weight, bias=None: input @ weight.T, is_jax_function=True
+    ):
+        f = torchax_core.jit(lambda x: net(x).sum().backward(), name="f")
+        names = names_in(f.lower(torch.randn(3, 4, device="jax")).as_text(debug_info=True), "f")
+    assert any(re.fullmatch(r"backward/Net/layers\.1/fc/transpose\(jvp\(linear\)\)/.*dot_general", n) for n in names), (
+        names
+    )
+
+
 def test_a_module_and_its_method_are_named_alike(net):
     x = torch.randn(3, 4, device="jax")
     whole = names_in(torchax_core.jit(net, name="net").lower(x).as_text(debug_info=True), "net")

@@ -170,6 +170,8 @@ class _Call(torch.autograd.Function):
         if forward_ad_level() >= 0:
             ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
+        if active.trace is not None:
+            ctx.path = getattr(getattr(active.trace, "scopes", None), "path", "")  # of the module (scopes.py)
         wrapped = _noted(tuple(program.wrap(i, r) for i, r in enumerate(results)))
         exact = [w for w, a in zip(wrapped, ctx.avals, strict=True) if not _inexact(a.dtype)]
         if exact:
@@ -196,6 +198,8 @@ class _Call(torch.autograd.Function):
                     with jax.enable_x64(True):
                         cotangent = cotangent.astype(aval.dtype)
                 given.append(cotangent)
+        if active.trace is not None and getattr(ctx, "path", ""):
+            backward = jax.named_scope(f"backward/{ctx.path}")(backward)
         with _x64(ctx.program):
             gradients = backward(ctx.residuals, given)
         return (None, None, None, *_noted([wrap_array(g) for g in gradients]))
