@@ -19,6 +19,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from torchax_core.forking import in_bad_fork
 from torchax_core.layouts import refuse_layouts
+from torchax_core.streams import Stream, current_stream, default_stream, stream
 from torchax_core.tensor import DEVICE, DEVICE_TYPE, Tensor
 from torchax_core.variants import find_op, op_name
 from torchax_core.view import View
@@ -93,6 +94,11 @@ class _DeviceModule(types.ModuleType):
         jax.effects_barrier()
         for d in jax.local_devices():
             jax.block_until_ready(jax.device_put(0.0, d) + 0)
+
+    Stream = Stream
+    current_stream = staticmethod(current_stream)
+    default_stream = staticmethod(default_stream)
+    stream = staticmethod(stream)
 
     def manual_seed(self, seed: int) -> None:
         """Seed the random key of every environment."""

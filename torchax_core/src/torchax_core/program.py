@@ -138,6 +138,7 @@ class Program:
         self.layouts: list[Any] | None = None
         self.chosen: Any = None
         self.has_run = False
+        self.gradients_matter = False
         roots = [owner.fn, *(leaf for leaf in call.leaves if not isinstance(leaf, _PLAIN))]
         self.rebinding = Rebinding(roots, owner.habits)
         self._trace(call.leaves)
