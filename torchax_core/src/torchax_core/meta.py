@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torchax_core.recurrence import shortened
 from torchax_core.tensor import Aval, Tensor
 
 __all__ = ["NO_META", "aval_of_meta", "avals_of", "check_out_dtypes", "meta_of", "run_on_meta"]
@@ -31,6 +32,11 @@ def run_on_meta(func: Any, arguments: Sequence[Any], metas: dict[str, Any]) -> A
     _spare_dynamo()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*meta.*|An output with one or more elements was resized")
+        short = shortened(func, metas)
+        if short is not None:
+            with contextlib.suppress(Exception):  # the whole call raises it in its own words
+                short_positional, short_keywords = _call_of(arguments, short.metas)
+                return short.results(func(*short_positional, **short_keywords))
         try:
             return func(*positional, **keywords)
         except NotImplementedError:
