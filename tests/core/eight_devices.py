@@ -116,6 +116,31 @@ def test_optimizer_state_lies_like_its_parameter(make, states, jit):
     torch.testing.assert_close(module.weight.cpu(), plain.weight)
 
 
+def test_a_program_puts_its_outputs_where_they_belong():
+    """Left to itself, XLA would leave them where `y` is: as columns."""
+    x, y = rows().requires_grad_(), torch.ones(16, 8, device="jax").shard_(COLUMNS)
+    z = torch.zeros(16, 8, device="jax").shard_(ROWS)
+
+    @torchax_core.jit
+    def step(a):
+        a.copy_(y)
+        z.copy_(y + 1)
+        (x * y).sum().backward()
+
+    a = torch.zeros(16, 8, device="jax").shard_(ROWS)
+    step(a)
+    assert layout(a) == layout(z) == layout(x.grad) == ROWS
+    assert [s.spec for s in step.lower(a).compile().output_shardings] == [jax.P("x")] * 3
+
+
+def test_gradients_of_a_jitted_forward_lie_like_the_weights():
+    module = nn.Linear(8, 16).to("jax")
+    module.weight.shard_(ROWS)
+    x = torch.ones(16, 8, device="jax").shard_(ROWS)
+    torchax_core.jit(module)(x).sum().backward()
+    assert layout(module.weight.grad) == ROWS and module.weight.grad.tolist() == [[16] * 8] * 16
+
+
 def test_a_jitted_step_compiles_once():
     """Its step counts, made on one device, are spread before the first call and not by it."""
     module = nn.Linear(8, 16).to("jax")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+from torchax_core.placement import laid_out_like, several_devices
 from torchax_core.tensor import Tensor, active, wrap_array
 
 __all__ = ["DifferentiableProgram", "differentiable_call", "forward_ad_level", "has_tangent"]
@@ -202,6 +203,8 @@ class _Call(torch.autograd.Function):
             backward = jax.named_scope(f"backward/{ctx.path}")(backward)
         with _x64(ctx.program):
             gradients = backward(ctx.residuals, given)
+        if several_devices():  # XLA would have the whole gradient of a sharded weight on every device
+            gradients = tuple(laid_out_like(g, ctx.arrays[at]) for g, at in zip(gradients, ctx.wanted, strict=True))
         return (None, None, None, *_noted([wrap_array(g) for g in gradients]))
 
     @staticmethod
