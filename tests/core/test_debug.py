@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import torchax_core
-from torchax_core import debug, nonfinite
+from torchax_core import accuracy, debug, nonfinite, watching
 from torchax_core.compat.config import Configuration
 from torchax_core.errors import AccuracyError, AccuracyWarning, ConfigError, NonFiniteError
 
@@ -188,6 +188,13 @@ def test_traced_code_is_passed_by():
             jnp.zeros(3)
         )
     assert not report.compared and bool(jnp.isinf(result).all())
+
+
+def test_collectives_are_passed_over():
+    """On the CPU they would wait for the group's other processes."""
+    call = watching.Call("_c10d_functional::all_reduce", None, (), {}, "", None)
+    assert accuracy._reason(call).startswith("collectives")
+    assert not accuracy._reason(watching.Call("aten::add.Tensor", None, (), {}, "", None))
 
 
 def test_another_thread_is_not_watched(env):

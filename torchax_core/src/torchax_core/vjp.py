@@ -199,8 +199,9 @@ class _Call(torch.autograd.Function):
                     with jax.enable_x64(True):
                         cotangent = cotangent.astype(aval.dtype)
                 given.append(cotangent)
-        if active.trace is not None and getattr(ctx, "path", ""):
-            backward = jax.named_scope(f"backward/{ctx.path}")(backward)
+        path: str = getattr(ctx, "path", "") if active.trace is not None else ""
+        if path:
+            backward = jax.named_scope(f"backward/{path}")(backward)
         with _x64(ctx.program):
             gradients = backward(ctx.residuals, given)
         if several_devices():  # XLA would have the whole gradient of a sharded weight on every device
