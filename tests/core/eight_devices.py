@@ -275,6 +275,23 @@ def test_device_meshes_of_a_process_group():
         torch.distributed.destroy_process_group()
 
 
+def test_groups_of_a_device_mesh_are_axes_in_code_for_each_device():
+    pack = pytest.importorskip("torchax_ops_c10d", reason="it brings the collectives")
+    from torch.distributed import _functional_collectives as collectives
+
+    pack.init_single_process()
+    try:
+        device_mesh = torch.distributed.init_device_mesh("jax", (2, 4), mesh_dim_names=("dp", "tp"))
+        mesh, split = distributed.to_jax_mesh(device_mesh), jax.P(("dp", "tp"))
+        run = interop.jax_shard_map(
+            lambda x: collectives.all_reduce(x, "sum", device_mesh.get_group("tp")),
+            {"mesh": mesh, "in_specs": split, "out_specs": split},
+        )
+        assert run(distributed.distribute_tensor(torch.arange(8.0), device_mesh, split)).tolist() == [6] * 4 + [22] * 4
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # -- tensors -------------------------------------------------------------------------------------------
 
 
@@ -477,6 +494,46 @@ def test_a_dimension_that_does_not_divide():
         distributed.shard_module(nn.Linear(3, 6), GRID, {"weight": jax.P("tp")})
     with pytest.raises(TypeError, match="expected a mesh, .* but got 'tp'"):
         distributed.shard_module(nn.Linear(3, 6), "tp", {})
+
+
+class Attention(nn.Module):
+    """Causal, with a matrix each for q, k and v."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
+
+
+def test_tensor_parallel_attention_sends_nothing_but_sums():
+    """One all-reduce after the rows of `out`, and, back, one for the input of q, k and v."""
+    plain = nn.Sequential(nn.Embedding(8, 32), Attention(32, 8))
+    columns, out = "*.[qkv].weight", "*.out.weight"
+    net = distributed.shard_module(copy.deepcopy(plain), MESH, {columns: jax.P("x"), out: jax.P(None, "x")})
+
+    @torchax_core.jit
+    def step(ids):
+        net.zero_grad()
+        loss = net(ids).square().mean()
+        loss.backward()
+        return loss
+
+    ids = torch.randint(0, 8, (2, 6))
+    loss = step(distributed.distribute_tensor(ids, MESH))
+    expected = plain(ids).square().mean()
+    expected.backward()
+    torch.testing.assert_close(loss.cpu(), expected)
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+    program = step.lower(distributed.distribute_tensor(ids, MESH)).compile().as_text()
+    sent = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", program)
+    assert set(sent) == {"all-reduce"}
 
 
 # -- code for each device ------------------------------------------------------------------------------
