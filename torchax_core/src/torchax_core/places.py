@@ -21,6 +21,7 @@ __all__ = ["ABSENT", "Place", "Places", "reachable", "set_items"]
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 _MOST = 20_000  # containers looked at
+_MOST_ITEMS = 1_000  # of a list or dict whose items are guarded
 
 _LEAVES: tuple[Any, ...] = (
     str,
@@ -127,8 +128,13 @@ class Places:
         self.tensors: dict[tuple[Any, ...], tuple[Place, Tensor]] = {}
         self.numbers: list[tuple[Place, int | float]] = []
         self.lists: dict[int, tuple[Any, list[Any]]] = {}
+        self.elsewhere: list[tuple[torch.Tensor, int]] = []  # tensors of other devices, and their versions
         self._dicts: dict[int, dict[Any, Any]] = {}
         self._single: dict[tuple[Any, ...], Any] = {}
+        self._parents: dict[int, tuple[Any, Place | None]] = {}  # by identity: what it was found in, and where there
+        self._open: set[int] = set()  # dicts of attributes
+        self._seen: dict[int, Any] = {}
+        self._queue: list[tuple[Any, Place | None]] = []
 
     def value_at(self, place: Place) -> Any:
         """What a place, that is no item of a tuple, held then; ABSENT if it was not there."""
@@ -141,52 +147,97 @@ class Places:
 
     def look_at(self, roots: Iterable[Any]) -> Places:
         """Find what is reachable from functions and objects, each container looked at once."""
-        queue: list[tuple[Any, Place | None]] = [(root, None) for root in roots]
-        seen: dict[int, Any] = {}
-        while queue and len(seen) < _MOST:
+        queue = self._queue
+        queue += [(root, None) for root in roots]
+        while queue and len(self._seen) < _MOST:
             value, at = queue.pop()
-            if id(value) in seen:
+            if id(value) in self._seen:
                 continue
-            seen[id(value)] = value
+            self._seen[id(value)] = value
             if isinstance(value, dict):
                 self._dicts[id(value)] = dict(value)
-                self._items(value, value.items(), dict, queue)
+                self._items(value, value.items(), dict)
             elif isinstance(value, (list, collections.deque)):
                 self.lists[id(value)] = (value, list(value))
-                self._items(value, enumerate(value), list, queue)
+                self._items(value, enumerate(value), list)
             elif isinstance(value, tuple):
                 if at is None:
-                    queue += [(item, None) for item in value if not isinstance(item, (_LEAVES, Tensor))]
+                    self._push(value, [item for item in value if not isinstance(item, (_LEAVES, Tensor))])
                 else:
-                    self._items(at, enumerate(value), tuple, queue)
+                    self._items(at, enumerate(value), tuple)
             elif isinstance(value, types.FunctionType):
-                self._function(value, queue)
+                self._function(value)
+            elif isinstance(value, type):
+                attributes = [(key, item) for key, item in vars(value).items() if not callable(item)]
+                self._single.update({(id(value), key): item for key, item in attributes})
+                self._items(value, attributes, object)
             elif isinstance(value, types.MethodType):
-                queue += [(value.__self__, None), (value.__func__, None)]
+                self._push(value, [value.__self__, value.__func__])
             elif isinstance(value, functools.partial):
-                queue += [(value.func, None), (value.args, None), (value.keywords, None)]
+                self._push(value, [value.func, value.args, value.keywords])
             elif isinstance(value, torch.nn.Module):
-                of_torch = type(value).__module__.startswith("torch.nn.")
                 entries = vars(value).items()
-                queue += [(item, None) for key, item in entries if item and item.__class__ is dict]
-                if not of_torch:
-                    self._dicts[id(vars(value))] = dict(entries)
-                    others = [(key, item) for key, item in entries if item.__class__ is not dict]
-                    self._items(vars(value), others, dict, queue)
+                self._push(value, [item for key, item in entries if item and item.__class__ is dict])
+                if not type(value).__module__.startswith("torch.nn."):
+                    self._attributes(value, [(key, item) for key, item in entries if item.__class__ is not dict])
             elif _may_open(value.__class__):
-                self._object(value, queue)
+                if hasattr(value, "__dict__"):
+                    self._attributes(value, vars(value).items())
+                if _is_users(value.__class__):
+                    self._push(value, [type(value)])
+                slots = [(name, getattr(value, name)) for name in _slots(value.__class__) if hasattr(value, name)]
+                self._single.update({(id(value), name): item for name, item in slots})
+                self._items(value, slots, object)
             elif hasattr(value, "__wrapped__"):  # a jitted function
-                queue.append((value.__wrapped__, None))
+                self._push(value, [value.__wrapped__])
         return self
 
-    def _object(self, value: Any, queue: list[Any]) -> None:
-        if hasattr(value, "__dict__"):
-            queue.append((vars(value), None))
-        slots = [(name, getattr(value, name)) for name in _slots(value.__class__) if hasattr(value, name)]
-        self._single.update({(id(value), name): item for name, item in slots})
-        self._items(value, slots, object, queue)
+    def way_to(self, places: Iterable[Place]) -> tuple[list[tuple[Place, Any]], list[tuple[Any, int]]]:
+        """Where each container was found on the way to these places, and what it was; and containers with their lengths.
 
-    def _items(self, container: Any, items: Iterable[tuple[Any, Any]], kind: type, queue: list[Any]) -> None:
+        Of a list or a dict on the way, all that it holds counts: a layer put in the place of another that has no tensors.
+        """
+        links: dict[Any, tuple[Place, Any]] = {}
+        lengths: dict[int, tuple[Any, int]] = {}
+        passed: set[int] = set()
+        for place in places:
+            at = place.root().container
+            while id(at) not in passed:
+                passed.add(id(at))
+                if id(at) in self._dicts and id(at) not in self._open and len(at) <= _MOST_ITEMS:
+                    self._note_items(at, at.items(), dict, links, lengths)
+                elif id(at) in self.lists and len(at) <= _MOST_ITEMS:
+                    self._note_items(at, enumerate(at), list, links, lengths)
+                if id(at) not in self._parents:
+                    break
+                parent, link = self._parents[id(at)]
+                if link is not None:
+                    links.setdefault(link.name, (link, at))
+                at = parent
+        return list(links.values()), list(lengths.values())
+
+    def _note_items(self, container: Any, items: Any, kind: type, links: Any, lengths: Any) -> None:
+        lengths[id(container)] = (container, len(container))
+        for key, item in items:
+            if not isinstance(item, (_LEAVES, torch.Tensor)):
+                place = Place(container, key, kind)
+                links.setdefault(place.name, (place, item))
+
+    def _push(self, parent: Any, children: list[Any]) -> None:
+        for child in children:
+            self._parents.setdefault(id(child), (parent, None))
+            self._queue.append((child, None))
+
+    def _attributes(self, owner: Any, entries: Iterable[tuple[str, Any]]) -> None:
+        attributes = vars(owner)
+        self._seen[id(attributes)] = attributes
+        self._open.add(id(attributes))
+        self._parents.setdefault(id(attributes), (owner, None))
+        self._dicts[id(attributes)] = dict(attributes)
+        self._items(attributes, entries, dict)
+
+    def _items(self, container: Any, items: Iterable[tuple[Any, Any]], kind: type) -> None:
+        parent = container.root().container if kind is tuple else container
         for key, item in items:
             if isinstance(item, Tensor):
                 place = Place(container, key, kind)
@@ -194,24 +245,29 @@ class Places:
             elif item.__class__ is int or item.__class__ is float:
                 if kind is dict and key.__class__ is str and key[:1] != "_":
                     self.numbers.append((Place(container, key, kind), item))
-            elif not isinstance(item, _LEAVES):
-                queue.append((item, Place(container, key, kind) if isinstance(item, tuple) else None))
+            elif isinstance(item, torch.Tensor):
+                self.elsewhere.append((item, item._version))
+            elif not isinstance(item, _LEAVES) or (isinstance(item, type) and _is_users(item)):
+                place = Place(container, key, kind)
+                self._parents.setdefault(id(item), (parent, place))
+                self._queue.append((item, place if isinstance(item, tuple) else None))
 
-    def _function(self, function: types.FunctionType, queue: list[Any]) -> None:
+    def _function(self, function: types.FunctionType) -> None:
         """A function's closure, the globals that it names, and its defaults; of libraries' functions nothing."""
         if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
             return
         for cell in function.__closure__ or ():
             place = Place(cell, None, types.CellType)
             self._single[place.name] = place.read()
-            self._items(cell, [(None, place.read())], types.CellType, queue)
+            self._parents.setdefault(id(cell), (function, None))
+            self._items(cell, [(None, place.read())], types.CellType)
         found = function.__globals__
         named = [(name, found[name]) for name in _names(function.__code__) if name in found]
         self._single.update({(id(found), name): value for name, value in named})
-        self._items(found, named, dict, queue)
-        queue += [(value, None) for value in (function.__defaults__, function.__kwdefaults__) if value]
+        self._items(found, named, dict)
+        self._push(function, [value for value in (function.__defaults__, function.__kwdefaults__) if value])
         if "__wrapped__" in vars(function):
-            queue.append((vars(function)["__wrapped__"], None))
+            self._push(function, [vars(function)["__wrapped__"]])
 
 
 def reachable(roots: Iterable[Any]) -> Places:
@@ -226,6 +282,12 @@ def _slots(kind: Any) -> tuple[str, ...]:
         return ()
     found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     return tuple(n for names in found for n in ((names,) if isinstance(names, str) else names) if n[:2] != "__")
+
+
+@functools.cache
+def _is_users(kind: Any) -> bool:
+    """Whether a class's own attributes are looked at: that of plain objects, not of libraries."""
+    return type(kind) is type and (kind.__module__ or "").partition(".")[0] not in _LIBRARIES
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from torchax_core.convert import is_traced
 from torchax_core.optimizers import tracing_optimizers
 from torchax_core.placement import Placed, constrain, several_devices, sharding_of, spread
 from torchax_core.rebinding import Output, Rebinding
+from torchax_core.scaling import tracing_scalers
 from torchax_core.scopes import naming_modules
 from torchax_core.shardings import resolve, spread_prefix
 from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor, write_all
@@ -93,6 +94,14 @@ class _Leaf:
         self.number = number
 
 
+_NUMBER = (
+    "Python changed {} while the function was traced. Calls of the compiled program run no Python, so it will not change again. "
+    "Change it outside the function, or keep it in a tensor on device 'jax'."
+)
+_ELSEWHERE = (
+    "the function wrote to {}. A compiled program cannot do that, so the function is traced anew at every call. Move the "
+    "tensor to device 'jax', or write to it outside."
+)
 _PLAIN = (torch.Tensor, jax.Array, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 _ARRAY, _STORE, _REQUIRES_GRAD, _TRAINING = map(operator.attrgetter, ("array", "_store", "requires_grad", "training"))
@@ -106,9 +115,9 @@ class _State:
         self.tensors = [tensor for tensor, _, _ in tensors]
         self.stores = [store for _, store, _ in tensors]
         self.modules = [module for module, *_ in modules]
-        self.training = [training for _, training, *_ in modules]
-        dicts = [d for _, _, parameters, _, buffers, _ in modules for d in (parameters, buffers)]
-        ids = [i for _, _, _, parameters, _, buffers in modules for i in (parameters, buffers)]
+        self.training = [training for _, training, _ in modules]
+        dicts = [d for *_, parts in modules for _, d, _ in parts]
+        ids = [members for *_, parts in modules for _, _, members in parts]
         self.empty = [d for d, members in zip(dicts, ids, strict=True) if not members]
         self.members = [d.values() for d, members in zip(dicts, ids, strict=True) if members]
         self.member_ids = [i for members in ids for i in members]
@@ -166,7 +175,7 @@ class Program:
         self.requires_grad += [leaves[i].requires_grad for i in self.tensor_arguments]
         self.guards = trace.guards
         self._module_guards(trace)
-        self.rebinding.compile({id(d) for m, *_ in self.modules for d in (m._parameters, m._buffers)})
+        self.rebinding.compile({id(d) for *_, parts in self.modules for _, d, _ in parts})
 
     def _run_function(self, leaves: list[Any], key: Any, count: Any, tracers: Any) -> list[Any]:
         trace = self.trace = Trace(self.environment, key, count)
@@ -198,6 +207,7 @@ class Program:
             with (
                 watching_grads(),
                 tracing_optimizers(),
+                tracing_scalers(),
                 naming_modules(trace, self.owner.fn),
                 torch.autograd.set_multithreading_enabled(False),
                 _as_written(),
@@ -361,14 +371,11 @@ class Program:
         # `inner` and the structure of the arguments hold an argument, the loop and the call here too
         kept = survivors or any(sys.getrefcount(leaf) > 4 for leaf in inner if isinstance(leaf, Tensor))
         self.rebinding.note(arguments, captured, kept, output)
-        changed = self.rebinding.changed_number()
-        if changed and not self.owner._warned:
+        number, elsewhere = self.rebinding.changed_number(), self.rebinding.changed_elsewhere()
+        if (number or elsewhere) and not self.owner._warned:
             self.owner._warned = True
-            warnings.warn(
-                f"jit({self.owner.name}): Python changed {changed} while the function was traced. Calls of the compiled program "
-                "run no Python, so it will not change again. Change it outside the function, or keep it in a tensor.",
-                stacklevel=2,
-            )
+            what = _NUMBER.format(number) if number else _ELSEWHERE.format(elsewhere)
+            warnings.warn(f"jit({self.owner.name}): {what}", stacklevel=2)
         return history
 
     def captures(self, tensor: Tensor) -> bool:
@@ -376,17 +383,10 @@ class Program:
         return any(t is tensor for t, _, _ in self.tensors)
 
     def _module_guards(self, trace: Trace) -> None:
-        self.modules: list[tuple[Any, bool, Any, list[int], Any, list[int]]] = [
-            (
-                m,
-                m.training,
-                m._parameters,
-                list(map(id, m._parameters.values())),
-                m._buffers,
-                list(map(id, m._buffers.values())),
-            )
-            for m in trace.modules.values()
-        ]
+        self.modules: list[tuple[Any, bool, list[tuple[str, Any, list[int]]]]] = []
+        for m in trace.modules.values():
+            parts = (("parameter", m._parameters), ("buffer", m._buffers), ("module", m._modules))
+            self.modules.append((m, m.training, [(what, d, list(map(id, d.values()))) for what, d in parts]))
 
     # -- compiling -------------------------------------------------------------------------------
 
@@ -484,7 +484,7 @@ class Program:
         self.writes = [(fresh if target is store else target, at) for target, at in self.writes]
         for name in ("replaced", "_written"):
             self.__dict__.pop(name, None)
-        for ids in (self._state.member_ids, *(ids for _, _, _, p, _, b in self.modules for ids in (p, b))):
+        for ids in (self._state.member_ids, *(ids for *_, parts in self.modules for _, _, ids in parts)):
             ids[:] = [id(new) if i == id(old) else i for i in ids]
         return True
 
@@ -507,18 +507,18 @@ class Program:
             for i, flag in zip(self.tensor_arguments, self.requires_grad[len(self.tensors) :], strict=True):
                 if leaves[i].requires_grad is not flag:
                     return f"requires_grad of an argument of shape {tuple(leaves[i].shape)} became {not flag}"
-        for module, training, parameters, parameter_ids, buffers, buffer_ids in self.modules:
+        for module, training, parts in self.modules:
             if module.training is not training:
                 return f"{type(module).__name__}.training became {module.training}"
-            if [*map(id, parameters.values())] != parameter_ids:
-                return f"a parameter of {type(module).__name__} was replaced"
-            if [*map(id, buffers.values())] != buffer_ids:
-                return f"a buffer of {type(module).__name__} was replaced"
+            for what, members, ids in parts:
+                if [*map(id, members.values())] != ids:
+                    return f"a {what} of {type(module).__name__} was replaced"
         for tensor, was_none in self.grad_none:
             if (get_grad(tensor) is None) is not was_none:
                 return f"the .grad of a state tensor of shape {tuple(tensor.shape)} {'appeared' if was_none else 'became None'}"
-        for found, tensor in self.rebinding.moved():
-            return f"{found} held a tensor of shape {tuple(tensor.shape)}, and holds another or none now"
+        moved = self.rebinding.what_moved()
+        if moved:
+            return moved
         for name, read, value in self.guards:
             if read() != value:
                 return f"{name} changed from {value} to {read()}"
@@ -526,14 +526,7 @@ class Program:
 
     def run(self, call: Call) -> Any:
         """Run on these arguments: gather inputs, call the program, put its outputs where they belong."""
-        if self.has_run:
-            return self._run(call)
-        with collector.paused():  # XLA compiles now
-            results = self._run(call)
-        self.has_run = True
-        return results
-
-    def _run(self, call: Call) -> Any:
+        self.has_run = True  # or has failed to; XLA compiles now, if at all
         if self.differentiable is not None:
             return self._run_differentiable(call)
         leaves = call.leaves

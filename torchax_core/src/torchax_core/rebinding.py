@@ -106,6 +106,13 @@ class Rebinding:
                 return f"{place.key} from {value} to {now}"
         return ""
 
+    def changed_elsewhere(self) -> str:
+        """A tensor of another device that the function wrote to, in words; empty if there is none."""
+        self.versions = [(t, version) for t, version in self.before.elsewhere if t._version != version]
+        for tensor, _ in self.versions:
+            return f"a tensor on {tensor.device} of shape {tuple(tensor.shape)}"
+        return ""
+
     def note(self, arguments: dict[int, int], captured: Callable[[Tensor], bool], kept: bool, out: Any) -> None:
         """Compare with what was.
 
@@ -127,6 +134,8 @@ class Rebinding:
         for key, items in lists.items():  # the items of a list change together
             for i in range(max(len(items), len(self.before.lists.get(key, ((), ()))[1]))):
                 changed.setdefault((key, i), Place(items, i, list))
+        self._changed = set(changed)
+        self._changed_containers = {id(place.container) for place in changed.values()}
         self._sources(changed, captured)
         known = {id(s.current): s for s in self.sources}
         for place in sorted(changed.values(), key=lambda p: p.key if p.kind is list else 0):
@@ -195,16 +204,37 @@ class Rebinding:
     def compile(self, skip: set[int]) -> None:
         """Lay the guards out in columns. `skip`: containers that are guarded already."""
         left = [(p, t) for p, t in self.guarded if id(p.container) not in skip]
-        entries = [(p, t) for p, t in left if p.kind is dict]
+        links, lengths = self.before.way_to([*(p for p, _ in self.guarded), *(s.place for s in self.sources)])
+        self.links = [(p, v) for p, v in links if p.root().name not in self._changed]
+        self.lengths = [(c, n) for c, n in lengths if id(c) not in self._changed_containers]
+        entries: list[tuple[Place, Any]] = [(p, t) for p, t in [*left, *self.links] if p.kind is dict]
         self.containers, self.keys = [p.container for p, _ in entries], [p.key for p, _ in entries]
         self.tensors = [t for _, t in entries]
-        self.others = [(p, t) for p, t in left if p.kind is not dict]
+        self.others: list[tuple[Place, Any]] = [(p, t) for p, t in [*left, *self.links] if p.kind is not dict]
+        self.counted, self.counts = [c for c, _ in self.lengths], [n for _, n in self.lengths]
 
     def holds(self) -> bool:
         """Whether the places that the program only reads hold the tensors they held."""
-        return all(map(operator.is_, map(dict.get, self.containers, self.keys), self.tensors)) and all(
-            place.read() is tensor for place, tensor in self.others
+        return (
+            all(map(operator.is_, map(dict.get, self.containers, self.keys), self.tensors))
+            and [*map(len, self.counted)] == self.counts
+            and all(place.read() is value for place, value in self.others)
+            and not self.versions
         )
+
+    def what_moved(self) -> str:
+        """In words, what does not hold; empty if all does."""
+        for place, tensor in self.moved():
+            return f"{place} held a tensor of shape {tuple(tensor.shape)}, and holds another or none now"
+        for place, value in self.links:
+            if place.read() is not value:
+                return f"{place} held a {type(value).__name__}, and holds {_short(place.read())} now"
+        if self.versions:
+            return "the function writes to a tensor that is not on device 'jax'"
+        for container, count in self.lengths:
+            if len(container) != count:
+                return f"a {type(container).__name__} with state had {count} items, and has {len(container)} now"
+        return ""
 
     def moved(self) -> list[tuple[Place, Tensor]]:
         """Those that do not, and what they held."""

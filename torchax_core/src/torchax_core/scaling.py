@@ -1,0 +1,61 @@
+"""torch.amp.GradScaler inside a trace: whether a step is skipped is decided on the device.
+
+Its `step` asks for a value, whether any gradient is infinite or NaN. While a function is traced the optimizer's step is
+computed in any case, and parameters and state then keep what they held where the gradients were not finite.
+Source: https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.utils import _pytree as pytree
+
+from torchax_core.tensor import Tensor, active
+
+__all__ = ["tracing_scalers"]
+
+_lock = threading.Lock()
+_depth = 0
+_original: Any = GradScaler._maybe_opt_step
+
+
+@contextlib.contextmanager
+def tracing_scalers() -> Iterator[None]:
+    """Let scalers in traces of any thread decide on the device; those of other threads go straight on."""
+    global _depth
+    with _lock:
+        _depth += 1
+        GradScaler._maybe_opt_step = _maybe_step  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                GradScaler._maybe_opt_step = _original  # type: ignore[method-assign]
+
+
+def _maybe_step(self: GradScaler, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    found = [f for f in optimizer_state["found_inf_per_device"].values() if isinstance(f, Tensor)]
+    if active.trace is None or not found:
+        return _original(self, optimizer, optimizer_state, *args, **kwargs)
+    skipped = torch.stack([f.reshape(()) for f in found]).sum() > 0
+    with torch.no_grad():
+        before = {id(t): (t, t.clone()) for t in _tensors_of(optimizer)}
+        result = optimizer.step(*args, **kwargs)
+        for tensor in _tensors_of(optimizer):
+            _, held = before.get(id(tensor), (None, None))
+            # state that the step has made itself starts from nothing
+            tensor.copy_(torch.where(skipped, torch.zeros_like(tensor) if held is None else held, tensor))
+    return result
+
+
+def _tensors_of(optimizer: Any) -> list[Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [t for t in pytree.tree_leaves([parameters, [*optimizer.state.values()]]) if isinstance(t, Tensor)]
