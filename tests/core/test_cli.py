@@ -255,6 +255,15 @@ def test_bench_says_what_to_install(monkeypatch):
     assert json.loads(result.stdout)["errors"] == ["train needs optax: pip install 'torchax-core[bench]'"]
 
 
+def test_dynamo_looks_into_the_models_of_benchmarks_and_into_nothing_else_of_ours():
+    from torch._dynamo.trace_rules import check_file
+
+    package = Path(torchax_core.__file__).parent
+    importlib.import_module("torchax_core.dynamo")
+    assert not check_file(str(package / "benchmarking" / "models.py")).skipped
+    assert check_file(str(package / "jit.py")).skipped and check_file(str(package / "compat" / "config.py")).skipped
+
+
 def test_bench_of_what_there_is_not():
     result = CliRunner().invoke(cli.app, ["bench", "eagre"])
     assert result.exit_code == 2 and "eagre" in result.stderr

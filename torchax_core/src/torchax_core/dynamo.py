@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,8 +49,12 @@ __all__ = ["backend"]
 # make the tensor itself, which no graph can hold. Where nothing is traced, the result is the same.
 torch._C._set_only_lift_cpu_tensors(True)
 
-# Where dynamo runs code that it has not compiled, our own frames and JAX's are none of its business.
-for _name in ("torchax_core", "jax", "jaxlib", *{pack.target.partition(".")[0] for pack in host().packs(Config())}):
+# Where dynamo runs code that it has not compiled, our own frames and JAX's are none of its business; the models of our
+# benchmarks are.
+torch._dynamo.trace_rules.SKIP_DIRS += [
+    p.as_posix() for p in Path(__file__).parent.iterdir() if p.stem != "benchmarking"
+]
+for _name in ("jax", "jaxlib", *{pack.target.partition(".")[0] for pack in host().packs(Config())}):
     torch._dynamo.trace_rules.add(_name)
 
 _left_whole: set[Any] = set()
