@@ -23,6 +23,7 @@ FACTOR = 3.0
 REDUCTIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor", "premul_sum")
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int32, torch.int64, torch.int8, torch.uint8)
+FEW = (torch.float32, torch.int64, torch.bool)
 DTYPES = (*FLOATS, *WHOLE, torch.bool, torch.complex64)
 
 
@@ -250,6 +251,45 @@ def unequal(x: torch.Tensor, n: int) -> Tensors:
     return [out, funcol.wait_tensor(funcol.all_to_all_single(rows, received, sent, dist.group.WORLD))]
 
 
+def different_shapes(x: torch.Tensor, n: int) -> Tensors:
+    """Lists of tensors of r + 1 rows for rank r, which gloo does not take: what would come is written down."""
+    rank = dist.get_rank()
+    mine = x[:1].repeat(rank + 1, 1) * (rank + 1)
+    gathered = [x.new_zeros(r + 1, x.shape[1]) for r in range(n)]
+    summed, received = torch.zeros_like(mine), [x.new_zeros(r + 1, x.shape[1]) for r in range(n)]
+    ones = [x.new_ones(r + 1, x.shape[1]) for r in range(n)]
+    if x.device.type == "cpu":
+        firsts = all_gather(x[:1].contiguous(), n)
+        gathered = [first.repeat(r + 1, 1) * (r + 1) for r, first in enumerate(firsts)]
+        return [*gathered, torch.full_like(mine, n), *gathered]
+    dist.all_gather(gathered, mine)
+    dist.reduce_scatter(summed, ones)
+    dist.all_to_all(received, [mine] * n)
+    return [*gathered, summed, *received]
+
+
+def refusals(x: torch.Tensor, n: int) -> Tensors:
+    """What raises on device "jax" between processes, on every rank."""
+    if x.device.type == "cpu":
+        return []
+    import torchax_core
+
+    try:
+        torchax_core.jit(lambda t: dist.all_reduce(t))(x)
+    except RuntimeError as error:
+        assert "cannot be part of a compiled program" in str(error)
+    else:
+        raise AssertionError("a collective between processes ran in a compiled program")
+    try:
+        # everyone sends one row to rank 0, and expects two from it
+        dist.all_to_all_single(x.new_zeros(n + 1, 3), x[:n], [2] + [1] * (n - 1), [1] * n)
+    except RuntimeError as error:
+        assert "they send" in str(error)
+    else:
+        raise AssertionError("splits that do not agree were taken")
+    return []
+
+
 def permute(x: torch.Tensor, n: int) -> Tensors:
     return [funcol.wait_tensor(funcol.permute_tensor(x.flatten(), [(i + 1) % n for i in range(n)], dist.group.WORLD))]
 
@@ -394,7 +434,7 @@ def sync_batch_norm(x: torch.Tensor, n: int) -> Tensors:
 
 
 def cases(full: bool) -> list[Case]:
-    """All of them, or those that the tests run: every op, reduction and dtype once, not every combination."""
+    """All of them, or those that the tests run: every op, reduction and dtype once, and few combinations."""
     found: list[Case] = []
     reducing = {
         "all_reduce": all_reduce,
@@ -418,6 +458,8 @@ def cases(full: bool) -> list[Case]:
                 if not full and dtype != usual and (name != "all_reduce" or reduction != "sum"):
                     if (name, reduction, dtype) != ("all_reduce", "avg", torch.int64):  # which truncates
                         continue
+                if full and "_tensor" not in name and name != "all_reduce" and dtype not in FEW:
+                    continue
                 if not full and "_" not in name and reduction not in ("sum", "max"):
                     continue  # reduce is all_reduce, kept by one
                 if name == "reduce":
@@ -468,6 +510,8 @@ def cases(full: bool) -> list[Case]:
         Case("coalescing manager", single, coalesced),
         Case("barrier", single, barrier),
         Case("funcol gradients", single, gradients),
+        Case("lists of different shapes", single, different_shapes, ranked=True),
+        Case("refusals", single, refusals, ranked=True),
         Case("recv from any", single, receive_from_any, ranked=True, root=0),
         Case("objects", single, objects, ranked=True),
         Case("new_group", single, subgroups, ranked=True),

@@ -204,6 +204,8 @@ def print_table(places: list[tuple[str, int]]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", action="store_true", help="print the comparison of every call, reduction and dtype")
+    every = ("devices:2", "devices:4", "processes:2", "processes:4")
+    parser.add_argument("--places", nargs="*", default=every, help=f"where to, default: {' '.join(every)}")
     parser.add_argument("--place", choices=("gloo", "processes", "devices"))
     for name in ("rank", "members", "port"):
         parser.add_argument(f"--{name}", type=int)
@@ -211,7 +213,8 @@ def main() -> int:
     parser.add_argument("--full", action="store_true")
     options = parser.parse_args()
     if options.table:
-        return int(print_table([("devices", 2), ("devices", 4), ("processes", 2), ("processes", 4)]) > 0)
+        places = [(place, int(members)) for place, _, members in (p.partition(":") for p in options.places)]
+        return int(print_table(places) > 0)
     if options.place == "devices":
         found: Any = as_devices(options.members, options.full)
     elif options.place == "gloo":

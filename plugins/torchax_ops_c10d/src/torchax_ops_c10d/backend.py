@@ -61,11 +61,13 @@ def _members(options: Any) -> members.Members | None:
         return None
     if not options.global_ranks_in_group:  # the default group, the first
         _start_jax(options)
-        options.store.set(f"process of {options.group_rank}", str(jax.process_index()))
-        processes = [int(options.store.get(f"process of {rank}")) for rank in range(options.group_size)]
-        _processes[:] = processes
-    else:
-        processes = [_processes[rank] for rank in options.global_ranks_in_group]
+    elif not jax.distributed.is_initialized():
+        raise CollectiveError(
+            "new_group(backend='jax'): jax.distributed is not initialised. Make the default group of the backend 'jax' too, with "
+            "init_process_group('cpu:gloo,jax:jax'), or call jax.distributed.initialize at the program's start."
+        )
+    options.store.set(f"process of {options.group_rank}", str(jax.process_index()))
+    processes = [int(options.store.get(f"process of {rank}")) for rank in range(options.group_size)]
     if len(set(processes)) != len(processes):
         raise CollectiveError(
             f"init_process_group('jax'): each rank must be a process of its own of jax.distributed, but ranks 0 to "
@@ -73,10 +75,6 @@ def _members(options: Any) -> members.Members | None:
         )
     devices = [min(jax.local_devices(p), key=lambda d: d.id) for p in processes]
     return members.ProcessMembers(devices, options.group_rank)
-
-
-_processes: list[int] = []
-"""Which process of jax.distributed each rank of the default group is."""
 
 
 def _start_jax(options: Any) -> None:

@@ -6,7 +6,6 @@ processes only, as the devices of a jax.shard_map run one program, in which a sh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -46,7 +45,7 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
 
 def tensor_of(array: jax.Array, shape: Sequence[int]) -> torch.Tensor:
     """A tensor of the array, in that shape."""
-    return torch_view(array.reshape(tuple(shape)))  # type: ignore[no-any-return]
+    return torch_view(array if array.shape == shape else array.reshape(tuple(shape)))  # type: ignore[no-any-return]
 
 
 def write(tensor: torch.Tensor, array: jax.Array) -> None:
@@ -210,10 +209,11 @@ def all_to_all_list(
         _same(op, members, [*tensors, *outputs])
         _write_each(outputs, members.run(spmd.exchange, jnp.stack(arrays)))
         return
-    sizes = [a.size for a in arrays], [t.numel() for t in outputs]
-    received = _exchange(op, members, arrays, *sizes)
-    for output, part in zip(outputs, received, strict=True):
-        write(output, part)
+    elements = jnp.concatenate([a.reshape(-1) for a in arrays])
+    received = _exchange(op, members, elements, [a.size for a in arrays], [t.numel() for t in outputs])
+    ends = np.cumsum([t.numel() for t in outputs])
+    for output, end in zip(outputs, ends, strict=True):
+        write(output, received[end - output.numel() : end])
 
 
 def all_to_all(
@@ -248,34 +248,36 @@ def all_to_all(
                 "torchax_ops_c10d.permute_tensor."
             )
         return members.run(spmd.exchange, _parts(op, array, size)).reshape(array.shape)  # type: ignore[no-any-return]
-    row = array.shape[1:]
-    width = math.prod(row)
-    starts = np.cumsum([0, *input_splits])
-    parts = [array[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    received = _exchange(op, members, parts, [n * width for n in input_splits], [n * width for n in output_splits])
-    return jnp.concatenate(received).reshape(sum(output_splits), *row)
+    return _exchange(op, members, array, input_splits, output_splits)
 
 
-def _exchange(
-    op: str, members: Members, parts: Sequence[jax.Array], sizes: Sequence[int], expected: Sequence[int]
-) -> list[jax.Array]:
-    """Parts of any sizes, to processes and from them, as flat arrays of `expected` elements.
+def _exchange(op: str, members: Members, array: jax.Array, sizes: Sequence[int], expected: Sequence[int]) -> jax.Array:
+    """Rows of `array`, `sizes[i]` of them to process i; the rows received, `expected[i]` from process i, joined.
 
-    No member knows what the others send to each other, and all must run one program: they first agree on the longest.
+    No member knows what the others send to each other, and all must run one program: they first agree on the longest part.
     """
-    counts = np.asarray([*sizes], np.int32)
-    received, longest = members.run(_agree, jnp.asarray(counts))
+    received, longest = members.run(_agree, jnp.asarray(np.array(sizes, np.int32)))
     if received.tolist() != list(expected):
         raise ShapeError(
-            f"{op}: this rank, {members.rank}, expects {list(expected)} elements from the members, but they send "
-            f"{received.tolist()}. One's output_split_sizes must be what the others' input_split_sizes say."
+            f"{op}: this rank, {members.rank}, expects {list(expected)} from the members, but they send {received.tolist()}. "
+            "One's output_split_sizes must be what the others' input_split_sizes say."
         )
-    result = members.run(spmd.exchange, jnp.stack([_padded(part, int(longest[0])) for part in parts]))
-    return [result[i, :count] for i, count in enumerate(expected)]
+    length = 1 << (int(longest[0]) - 1).bit_length() if longest[0] else 0  # few lengths, and so few programs
+    starts = np.cumsum([0, *sizes[:-1]])
+    parts = _rows(array, starts[:, None] + np.arange(length))
+    joined = members.run(spmd.exchange, parts).reshape(members.size * length, *array.shape[1:])
+    return _rows(joined, np.concatenate([i * length + np.arange(n) for i, n in enumerate(expected)]))
+
+
+def _rows(array: jax.Array, index: np.ndarray) -> jax.Array:
+    """The rows of those numbers; beyond the last one any, as nobody reads them."""
+    if array.shape[0] == 0:
+        return jnp.zeros_like(array, shape=(*index.shape, *array.shape[1:]))
+    return jnp.take(array, index.astype(np.int32), axis=0, mode="clip")
 
 
 def _agree(counts: jax.Array, axis: spmd.Axis | None) -> tuple[jax.Array, jax.Array]:
-    """How many elements every member sends to this one, and the most that any sends to any."""
+    """How many rows every member sends to this one, and the most that any sends to any."""
     return spmd.exchange(counts, axis), spmd.reduce(counts.max(keepdims=True), "max", axis)
 
 

@@ -97,7 +97,10 @@ class ProcessMembers(Members):
                 f"out over {len(array.sharding.device_set)} devices of several processes. Ops on such an array compute over "
                 "all its parts already."
             )
-        array = jax.device_put(array.reshape(1) if array.ndim == 0 else array, self.device)
+        if array.ndim == 0:
+            array = array.reshape(1)
+        if array.devices() != {self.device}:
+            array = jax.device_put(array, self.device)
         shape = (self.size * array.shape[0], *array.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._sharding, [array])
 
