@@ -307,6 +307,16 @@ def test_distribute_and_gather(device):
     torch.testing.assert_close(whole.grad, 2 * whole)
 
 
+def test_64_bit_tensors_go_between_layouts():
+    """With 64-bit types off, as they are by default, jax would move them as 32-bit ones, and XLA would crash."""
+    x = torch.randint(0, 2**40, (16, 8))
+    y = x.to("jax").shard_(ROWS).shard_(COLUMNS)
+    assert layout(y) == COLUMNS and torch.equal(y.cpu(), x)
+    y.copy_(y.clone().shard_(ROWS))
+    assert layout(y) == COLUMNS and torch.equal(y.cpu(), x)
+    assert torch.equal(torchax_core.jit(lambda z: distributed.distribute_tensor(z, MESH, jax.P("x")))(y).cpu(), x)
+
+
 def test_a_leaf_of_the_host_becomes_a_leaf():
     with torch.no_grad():
         made = distributed.distribute_tensor(torch.ones(8, requires_grad=True), GRID, [Shard(0), Replicate()])

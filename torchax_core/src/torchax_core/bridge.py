@@ -22,11 +22,12 @@ from torchax_core import trees
 from torchax_core.convert import array_from_torch, is_traced, torch_from_array
 from torchax_core.dtypes import jax_dtype, torch_dtype
 from torchax_core.errors import ConversionError, ShapeError
+from torchax_core.placement import constrain
 from torchax_core.purity import in_jax, pure
 from torchax_core.tensor import Storage, Tensor, wrap_array
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
 
-__all__ = ["call_jax", "call_torch", "jax_view", "jax_view_elem", "tensor", "torch_view", "torch_view_elem"]
+__all__ = ["call_jax", "call_torch", "jax_view", "jax_view_elem", "lay_out", "tensor", "torch_view", "torch_view_elem"]
 
 _ARRAY = (jax.Array, jax.core.Tracer)
 
@@ -253,6 +254,14 @@ def call_and_capture(function: Callable[..., Any], args: Any, kwargs: Any, captu
     out_spec, flat = made
     rest = iter(results)
     return trees.unflatten([next(rest) if leaf is _RESULT else torch_view_elem(leaf) for leaf in flat], out_spec)
+
+
+def lay_out(tensor: torch.Tensor, sharding: Any) -> Tensor:
+    """The tensor laid out by a jax sharding, with gradients; in a program, as a constraint on it. CPU tensors are moved."""
+    program = DifferentiableProgram(lambda array: (constrain(array, sharding),), jit=False)
+    program.x64 = True
+    (result,) = differentiable_call(program, [tensor if isinstance(tensor, Tensor) else tensor.to("jax")])
+    return result  # type: ignore[no-any-return]
 
 
 def write_jax(tensor: Tensor, function: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:

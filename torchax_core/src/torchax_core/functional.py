@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from torchax_core import trees
 from torchax_core.arguments import Call
-from torchax_core.bridge import TorchCode, call_and_capture, call_jax, torch_view, torch_view_elem
+from torchax_core.bridge import TorchCode, call_and_capture, call_jax, lay_out, torch_view, torch_view_elem
 from torchax_core.jit import JittedFunction
-from torchax_core.placement import Placed, automatic_mesh, constrain
+from torchax_core.placement import Placed, automatic_mesh
 from torchax_core.tensor import Tensor
 
 __all__ = [
@@ -315,7 +315,7 @@ def _put(parts: list[Any], spec: trees.Spec, shardings: Any) -> list[Any]:
         if sharding is not None:
             for number in jax.tree.leaves(numbers):
                 if isinstance(placed[number], torch.Tensor):
-                    placed[number] = call_jax(constrain, placed[number], sharding)
+                    placed[number] = lay_out(placed[number], sharding)
 
     jax.tree.map(place, shardings, tree, is_leaf=lambda x: x is None or isinstance(x, jax.sharding.Sharding))
     return placed

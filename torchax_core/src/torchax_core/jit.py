@@ -25,9 +25,8 @@ import torch
 
 from torchax_core import collector, counters, log
 from torchax_core.arguments import Call, StaticArguments, flatten, unflatten
-from torchax_core.bridge import call_jax
+from torchax_core.bridge import lay_out
 from torchax_core.environment import current_env
-from torchax_core.placement import constrain
 from torchax_core.program import Program, traced
 from torchax_core.rebinding import Habits
 from torchax_core.shardings import argument_shardings, automatic_axes, resolve, spread_prefix
@@ -130,7 +129,7 @@ class JittedFunction:
         what = f"jit({self.name}): out_shardings"
         shardings = spread_prefix(resolve(self.out_shardings, what), result, what)
         placed = [
-            call_jax(constrain, leaf, sharding) if sharding is not None and isinstance(leaf, Tensor) else leaf
+            lay_out(leaf, sharding) if sharding is not None and isinstance(leaf, Tensor) else leaf
             for leaf, sharding in zip(leaves, shardings, strict=True)
         ]
         return unflatten(structure, iter(placed))

@@ -49,7 +49,13 @@ def laid_out_like(new: Any, old: Any) -> Any:
     found = new.sharding
     if found is sharding or found.is_equivalent_to(sharding, new.ndim):
         return new
-    return jax.device_put(new, sharding)
+    return _put(new, sharding)
+
+
+def _put(array: Any, sharding: Any) -> Any:
+    """jax.device_put. With 64-bit types off, jax moves 64-bit arrays between devices as 32-bit ones, and XLA crashes."""
+    with jax.enable_x64(True):
+        return jax.device_put(array, sharding)
 
 
 def alike(new: Any, old: Any) -> Any:
@@ -97,7 +103,7 @@ def spread(stores: list[Any], others: list[Any]) -> None:
     everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.P())
     for store in stores:
         if not store.array.committed:
-            store.array = jax.device_put(store.array, everywhere)
+            store.array = _put(store.array, everywhere)
 
 
 def automatic_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
@@ -125,4 +131,4 @@ def constrain(array: Any, sharding: Any) -> Any:
     """The array laid out by a sharding; in a program, as a constraint on it."""
     if is_traced(array):
         return jax.lax.with_sharding_constraint(array, automatic(sharding))
-    return jax.device_put(array, automatic(sharding))
+    return _put(array, automatic(sharding))

@@ -25,7 +25,7 @@ import torch
 
 from torchax_core import collector
 from torchax_core.arguments import Call, flatten, made_inside, same, unflatten, update
-from torchax_core.bridge import call_jax
+from torchax_core.bridge import lay_out
 from torchax_core.convert import is_traced
 from torchax_core.optimizers import tracing_optimizers
 from torchax_core.placement import Placed, constrain, several_devices, sharding_of, spread
@@ -689,7 +689,7 @@ class Program:
         operands: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
         for place in self.argument_places:
             leaf, sharding = leaves[place], self.shardings and self.shardings[place]
-            operands.append(leaf if sharding is None else call_jax(constrain, leaf, sharding))
+            operands.append(leaf if sharding is None else lay_out(leaf, sharding))
         owner = self._wanting_gradients()
         for kind, i in self.input_order:
             if kind == "store":

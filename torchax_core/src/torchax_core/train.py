@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torchax_core.bridge import call_jax, call_torch, t2j_iso, torch_view
+from torchax_core.bridge import call_jax, call_torch, lay_out, t2j_iso, torch_view
 from torchax_core.environment import current_env
 from torchax_core.functional import gradient_checkpoint, jax_value_and_grad
 from torchax_core.jit import JittedFunction, jit
 from torchax_core.jittable import call_with, extract_all_buffers
-from torchax_core.placement import constrain
 from torchax_core.random import RandomState
 
 __all__ = ["ScannedModule", "make_train_step", "mark_sharding", "remat"]
@@ -30,7 +29,7 @@ def remat(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
 
 def mark_sharding(x: torch.Tensor, sharding: Any) -> torch.Tensor:
     """`x` laid out by a jax sharding; in a program, a constraint on it. Same values, with gradients."""
-    return call_jax(constrain, x, sharding)  # type: ignore[no-any-return]
+    return lay_out(x, sharding)
 
 
 def make_train_step(

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core.bridge import call_jax
+from torchax_core.bridge import lay_out
 from torchax_core.convert import array_from_torch, is_traced
 from torchax_core.distributed.layouts import Layout, sharding_of_layout
 from torchax_core.distributed.meshes import AnyMesh, as_mesh
-from torchax_core.placement import constrain
 from torchax_core.tensor import Tensor, wrap_array
 
 __all__ = ["LocalShard", "distribute_tensor", "full_tensor", "local_shards", "with_sharding_constraint"]
@@ -31,7 +30,7 @@ def distribute_tensor(tensor: torch.Tensor, mesh: AnyMesh, layout: Layout = None
     sharding = sharding_of_layout(as_mesh(mesh), layout, tensor.shape, "distribute_tensor")
     if tensor.device.type == "cpu" and not (tensor.requires_grad and torch.is_grad_enabled()):
         return wrap_array(array_from_torch(tensor, sharding)).requires_grad_(tensor.requires_grad)
-    return call_jax(constrain, tensor.to("jax"), sharding)  # type: ignore[no-any-return]
+    return lay_out(tensor, sharding)
 
 
 def with_sharding_constraint(tensor: torch.Tensor, mesh: AnyMesh, layout: Layout = None) -> torch.Tensor:
@@ -40,7 +39,7 @@ def with_sharding_constraint(tensor: torch.Tensor, mesh: AnyMesh, layout: Layout
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.lax.with_sharding_constraint.html
     """
     sharding = sharding_of_layout(as_mesh(mesh), layout, tensor.shape, "with_sharding_constraint")
-    return call_jax(constrain, tensor, sharding)  # type: ignore[no-any-return]
+    return lay_out(tensor, sharding)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +60,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"full_tensor: the tensor lies by {array.sharding}, which has no mesh. Name one: `distribute_tensor(tensor, mesh)`."
         )
-    return call_jax(constrain, tensor, jax.sharding.NamedSharding(array.sharding.mesh, jax.P()))  # type: ignore[no-any-return]
+    return lay_out(tensor, jax.sharding.NamedSharding(array.sharding.mesh, jax.P()))
 
 
 @dataclasses.dataclass(frozen=True)
