@@ -58,7 +58,8 @@ def bench(
                 module = importlib.import_module(f"torchax_core.benchmarking.{name}")
                 figures[name.value] = module.main(quick=quick, json=None)
             except ModuleNotFoundError as missing:
-                error = f"{name} needs {missing.name}: pip install 'torchax-core[bench]'"
+                distribution = (missing.name or "").partition(".")[0]
+                error = f"{name} needs {distribution}: pip install {distribution}"
             except (AssertionError, RuntimeError) as wrong:  # the sides disagree, or a process ended
                 error = f"{name}: {type(wrong).__name__}: {str(wrong).strip()}"
             if error:
