@@ -1,7 +1,8 @@
 """Python's cyclic garbage collector, held back while a program is traced and compiled.
 
 Tracing makes tens of thousands of objects that live on, so it sets off full collections, each of which walks all of torch
-and jax: 0.2 s, as long as it takes to compile a small model, and for nothing.
+and jax: 0.2 s, as long as it takes to compile a small model, and for nothing. One that is due, from what importing torch
+and jax has made, comes when the collector goes on; so it is held back from the first line traced to XLA's last.
 """
 
 from __future__ import annotations

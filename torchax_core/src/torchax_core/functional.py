@@ -158,8 +158,8 @@ pytree.register_pytree_node(_Structure, lambda s: ([], s), lambda leaves, s: s)
 class _DonatingFunction(JittedFunction):
     """torchax_core.jit of a function of a _Structure and Tensors, whose donated ones give their memory to the results."""
 
-    def _compile(self, signature: Any, call: Call, environment: Any, failed: str) -> Any:
-        program = super()._compile(signature, call, environment, failed)
+    def _compile(self, signature: Any, call: Call, failed: str, moved: list[Any]) -> Any:
+        program = super()._compile(signature, call, failed, moved)
         (structure, *_), _ = call.tree
         given = [2 + i for i, place in enumerate(program.argument_places) if place in structure.donated]
         if given and program.differentiable is None:

@@ -98,9 +98,17 @@ class JittedFunction:
         if watch is not None and watch.eager:
             return watch.run_eagerly(self.fn, args, kwargs)
         call = self.call(args, kwargs)
-        program = self._program(call)
-        if program is None:
+        signature = self._signature(call)
+        if signature is None:
             return self._inline(args, kwargs)
+        program, reason, moved = self._known(signature, call)
+        if program is not None and program.has_run:
+            return self._start(program, call, args, kwargs, watch)
+        with collector.paused():  # from the beginning of the trace to the end of XLA's compile
+            program = program or self._compile(signature, call, reason, moved)
+            return self._start(program, call, args, kwargs, watch)
+
+    def _start(self, program: Program, call: Call, args: Any, kwargs: Any, watch: Any) -> Any:
         self.calls += 1
         if watch is not None:
             return watch.jitted(self, program, call.leaves, lambda: program.run(call), args, kwargs)
@@ -153,6 +161,14 @@ class JittedFunction:
 
     def _program(self, call: Call) -> Program | None:
         """The program for these arguments, traced if there is none yet; None if an argument is traced already."""
+        signature = self._signature(call)
+        if signature is None:
+            return None
+        program, reason, moved = self._known(signature, call)
+        return program or self._compile(signature, call, reason, moved)
+
+    def _signature(self, call: Call) -> Any:
+        """What decides, beside guards, which program a call has; None if an argument is traced already."""
         environment = current_env()._root
         arguments = call.signature(self.name)
         if arguments is None:
@@ -160,18 +176,17 @@ class JittedFunction:
         signature = (call.structure, environment, environment.version, *_torch_state(), *arguments)
         if self.in_shardings is not None or self.out_shardings is not None:
             signature += (jax.sharding.get_mesh(),)
-        programs = self._programs.setdefault(signature, [])
+        return signature
+
+    def _known(self, signature: Any, call: Call) -> tuple[Program | None, str, list[Any]]:
+        """The program whose guards hold; if there is none, why the last looked at does not fit, and which places have moved."""
         failed, moved = "", []
-        for program in programs:
+        for program in self._programs.get(signature, ()):
             failed = program.failed_guard(call.leaves)
             if not failed:
-                return program
+                return program, "", []
             moved += program.rebinding.moved()
-        program = self._compile(signature, call, environment, failed)
-        self.habits.learn(moved, program.captures)
-        programs.insert(0, program)
-        del programs[_MOST_PROGRAMS:]
-        return program
+        return None, failed, moved
 
     def explain(self) -> str:
         """Why each compile happened, one line each."""
@@ -181,12 +196,12 @@ class JittedFunction:
         """Forget every compiled program, and the tensors they refer to."""
         self._programs.clear()
 
-    def _compile(self, signature: Any, call: Call, environment: Any, failed: str) -> Program:
+    def _compile(self, signature: Any, call: Call, failed: str, moved: list[Any]) -> Program:
         reason = failed or _difference(self._last_key, signature)
         self._last_key = signature
         start = time.perf_counter()
         with collector.paused():
-            program = traced(self, call, environment)
+            program = traced(self, call, current_env()._root)
         known = [p for found in self._programs.values() for p in found]
         program.finish(known)
         seconds = time.perf_counter() - start
@@ -196,6 +211,10 @@ class JittedFunction:
         self.compilations.append(done)
         if log.recompiles:
             log.logger.info("jit: traced %s", done)
+        self.habits.learn(moved, program.captures)
+        programs = self._programs.setdefault(signature, [])
+        programs.insert(0, program)
+        del programs[_MOST_PROGRAMS:]
         return program
 
 

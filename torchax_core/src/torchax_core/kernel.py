@@ -354,8 +354,7 @@ class LoweringKernel:
             real = argument.name == "batch_sizes" and isinstance(a, torch.Tensor) and not isinstance(a, Tensor)
             metas[argument.name] = a if real else meta_of(a)
         avals = self._result_avals(metas, kwargs)
-        draws = self._draws(bound, metas, arrays)
-        call = self._body_call(bound, metas, draws)
+        draws, call = self._drawing(bound, metas, arrays)
         body = self._guarded(call, avals)
         if avals is None:
             traced = [*arrays, jax.random.key(0), np.uint32(0)] if draws else arrays
@@ -366,19 +365,32 @@ class LoweringKernel:
         wide = draws or not tensors or any(d in _WIDE for d in tensors + results)
         return _Entry(body, avals, _structure(self.schema), draws, wide)
 
-    def _draws(self, bound: dict[str, Any], metas: dict[str, Any], arrays: list[Any]) -> bool:
-        """Whether this call draws random numbers. A body whose key is optional (dropout_p = 0) is tried without one."""
+    def _drawing(
+        self, bound: dict[str, Any], metas: dict[str, Any], arrays: list[Any]
+    ) -> tuple[bool, Callable[..., Any]]:
+        """Whether this call draws random numbers, and the body's call. A body whose key is optional (dropout_p = 0) is tried
+        without one; what jax has traced of it then, it takes again when the call is run."""
         if self.key_name is None:
-            return False
+            return False, self._body_call(bound, metas, False)
         if self.definition.parameters[self.key_name].default is inspect.Parameter.empty:
-            return True
-        call = self._body_call(bound, metas, False)
+            return True, self._body_call(bound, metas, True)
+        keyless = self._body_call(bound, metas, False)
+
+        def call(*arrays: jax.Array) -> Any:
+            results = keyless(arrays)
+            if results is NotImplemented:
+                raise Declined
+            return results
+
+        traced = jax.jit(call, inline=True)
         try:
             with jax.enable_x64(True):
-                jax.eval_shape(lambda *a: _flat_results(call(a)), *arrays)
+                jax.eval_shape(traced, *arrays)
+        except Declined:
+            return False, keyless
         except Exception:  # it missed its key, or the call is wrong, which the real run will say
-            return True
-        return False
+            return True, self._body_call(bound, metas, True)
+        return False, lambda arrays: traced(*arrays)
 
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, str, Any]]:
         pairs = list(zip(self.arguments, self.kinds, args, strict=False))

@@ -177,34 +177,38 @@ def _spare_dynamo() -> None:
     import torch._meta_registrations  # with all the decompositions and refs that it builds on
 
     wrapper = torch._disable_dynamo(lambda: None).__code__
-    todo: list[Any] = [f for table in torch._decomp.global_decomposition_table.values() for f in table.values()]
+    found: list[Any] = [f for table in torch._decomp.global_decomposition_table.values() for f in table.values()]
     for name, module in list(sys.modules.items()):
         if name.startswith(
             ("torch._refs", "torch._prims", "torch._decomp", "torch._meta_registrations", "torch.optim")
         ):
-            todo += vars(module).values()
-    seen: set[int] = set()
+            found += vars(module).values()
+    for cls in {f for f in found if isinstance(f, type) and f.__module__.startswith("torch.optim")}:
+        found += vars(cls).values()
+    # some ten thousand functions are looked at in a process's first call: only closures can be wrappers
+    todo = [f for f in found if f.__class__ is types.FunctionType and f.__closure__]
+    seen = set(map(id, todo))
     while todo:
         function = todo.pop()
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        if isinstance(function, type) and function.__module__.startswith("torch.optim"):
-            todo += vars(function).values()
-        if not isinstance(function, types.FunctionType):
-            continue
         cells = _cells(function)
-        if function.__code__ is wrapper and not hasattr(cells["fn"], "__dynamo_disable"):
-            cells["fn"].__dynamo_disable = _until_dynamo(cells["fn"])
-        todo += cells.values()  # decorators of decorators
+        if function.__code__ is wrapper:
+            fn = cells[function.__code__.co_freevars.index("fn")]
+            if not hasattr(fn, "__dynamo_disable"):
+                fn.__dynamo_disable = _until_dynamo(fn)
+        for inner in cells:  # decorators of decorators
+            if inner.__class__ is types.FunctionType and inner.__closure__ and id(inner) not in seen:
+                seen.add(id(inner))
+                todo.append(inner)
 
 
-def _cells(function: types.FunctionType) -> dict[str, Any]:
-    """What a function closes over, by name."""
-    found: dict[str, Any] = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a cell that is empty
-            found[name] = cell.cell_contents
+def _cells(function: types.FunctionType) -> list[Any]:
+    """What a function closes over, in the order of its free variables; None for a cell that is empty."""
+    found: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            found.append(None)
     return found
 
 

@@ -80,8 +80,7 @@ def _lowering(kernel: LoweringKernel, args: Sequence[Any], kwargs: dict[str, Any
     for argument, kind, value in kernel._bind(args, kwargs):
         bound[argument.name] = _template(value, kind, arrays)
         metas[argument.name] = _meta(value)
-    draws = kernel._draws(bound, metas, arrays)
-    call = kernel._body_call(bound, metas, draws)
+    draws, call = kernel._drawing(bound, metas, arrays)
     if draws:
         arrays.extend(active.environment._random_arguments(None))
     results = call(arrays)
