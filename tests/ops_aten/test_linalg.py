@@ -120,8 +120,9 @@ def test_householder(size, dtype):
     a = matrix(2, *size, dtype=dtype)
     assert_matches_torch(torch.geqrf, a)
     reflectors, tau = torch.geqrf(a)
-    assert_matches_torch(torch.linalg.householder_product, reflectors, tau, grad=True)
-    for left, transpose in [(True, False), (True, True), (False, False), (False, True)][: 4 if size == (4, 2) else 1]:
+    assert_matches_torch(torch.linalg.householder_product, reflectors, tau, grad=size == (4, 2) or not dtype.is_complex)
+    sides = [(True, True), (False, False)] if dtype.is_complex else [(True, False), (False, True)]
+    for left, transpose in sides if size == (4, 2) else []:
         other = matrix(2, *((4, 3) if left else (3, 4)), dtype=dtype, seed=1)
         assert_matches_torch(torch.ormqr, reflectors, tau, other, left=left, transpose=transpose, grad=left)
 
