@@ -26,6 +26,11 @@ from torchax_core.convert import is_traced
 from torchax_core.tensor import Tensor, active, resolve_active
 from torchax_core.view import View
 
+try:  # torch 2.9
+    from torch._higher_order_ops.while_loop import while_loop_stack_output_op
+except ImportError:
+    while_loop_stack_output_op = None  # type: ignore[assignment]
+
 __all__ = ["register"]
 
 Code = Callable[..., Any]
@@ -34,21 +39,26 @@ Code = Callable[..., Any]
 def register() -> None:
     """Give torch's control flow operators rules for our tensors."""
     for kind in (Tensor, View):
-        for operator, rule in ((cond_op, _cond), (while_loop_op, _while_loop), (scan_op, _scan), (map_impl, _map)):
+        for operator, rule in _RULES:
             operator.py_impl(kind)(rule)
-    for operator, rule in ((cond_op, _cond), (scan_op, _scan), (map_impl, _map)):
+        if while_loop_stack_output_op is not None:
+            while_loop_stack_output_op.py_impl(kind)(_while_loop_stacked)
+    for operator, rule in _RULES:
         _differentiate_in_traces(operator, rule)
 
 
 def _differentiate_in_traces(operator: Any, rule: Code) -> None:
     """Inside a trace gradients come from jax.vjp: torch's, which capture a graph of the backward first, need tensors that
     have values. (A while_loop has no reverse mode in JAX.)"""
-    captured = operator.py_kernels.pop(torch._C.DispatchKey.Autograd)
+    key = torch._C.DispatchKey.Autograd
+    captured = operator.py_kernels.pop(key)
 
     def differentiable(*args: Any, **kwargs: Any) -> Any:
         return (rule if active.trace is not None and _ours(args) else captured)(*args, **kwargs)
 
-    operator.py_autograd_impl(differentiable)
+    # not py_autograd_impl, which captures graphs of the branches to see whether they write to their inputs: where dynamo has
+    # not made these graphs they are functions with closures, of tensors without values
+    operator.py_impl(key)(differentiable)
 
 
 def _ours(args: Any) -> bool:
@@ -85,6 +95,17 @@ def _while_loop(
             )
 
     return _run(body_fn, "while_loop", loop, [*carried_inputs, *additional_inputs])
+
+
+def _while_loop_stacked(
+    cond_fn: Code,
+    body_fn: Code,
+    carried_inputs: Sequence[Any],
+    additional_inputs: Sequence[Any],
+    mutated_arg_indices: str = "",
+) -> Any:
+    """What torch's gradient of a while_loop needs: the values of all rounds. Eagerly their number is known."""
+    return while_loop_dense(cond_fn, body_fn, carried_inputs, additional_inputs, stack_output=True)
 
 
 def _scan(
@@ -153,3 +174,6 @@ def _traced(values: Sequence[Any]) -> bool:
     if active.trace is not None:
         return True
     return any(isinstance(value, Tensor) and is_traced(value._array()) for value in values)
+
+
+_RULES = ((cond_op, _cond), (while_loop_op, _while_loop), (scan_op, _scan), (map_impl, _map))
