@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 __all__ = ["block_length", "over_queries", "safe_softmax"]
 
-_PARTS = 4
+_PARTS = 2
 """Into how many parts causal queries are cut, each of which looks no further than its own end: of n parts, (n - 1) / 2n of
 the work is saved, and the program is n times as long."""
 

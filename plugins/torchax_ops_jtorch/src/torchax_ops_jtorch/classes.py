@@ -96,14 +96,14 @@ def _normalizer(x: Any, axis: int) -> Any:
 
     Their sum has logsumexp's derivative; kept apart, what is near the highest keeps its digits.
     """
-    highest = checkpoint_name(x.max(axis, keepdims=True, initial=-jnp.inf), _NORMALIZER)
-    return highest, checkpoint_name(jnp.log(jnp.exp(x - highest).sum(axis, keepdims=True)), _NORMALIZER)
+    highest = x.max(axis, keepdims=True, initial=-jnp.inf)
+    return highest, jnp.log(jnp.exp(x - highest).sum(axis, keepdims=True))
 
 
 @_normalizer.defjvp
 def _(axis: int, primals: Any, tangents: Any) -> Any:
     (x,), (dx,) = primals, tangents
-    highest, log_total = _normalizer(x, axis)
+    highest, log_total = (checkpoint_name(part, _NORMALIZER) for part in _normalizer(x, axis))
     softmax = jnp.exp(x - highest - log_total)
     return (highest, log_total), (jnp.zeros_like(highest), (softmax * dx).sum(axis, keepdims=True))
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
+from torchax_core import current_env
 from torchax_core.interop import call_jax, jax_view
 from torchax_ops_jtorch.blocks import block_length, over_queries
 from torchax_ops_jtorch.precision import einsum
@@ -121,7 +122,9 @@ def _program(score_mod: Any, mask_mod: Any, scale: float, score_others: Any, mas
     if not (isinstance(score_mod, torch.fx.GraphModule) and isinstance(mask_mod, torch.fx.GraphModule)):
         return _Program(score_mod, mask_mod, scale, *numbers), tensors
     kept = score_mod.__dict__.setdefault("_torchax_programs", {})
-    key = (id(mask_mod), scale, *numbers, torch.get_float32_matmul_precision())
+    environment = current_env()  # whose overrides the code's ops run by
+    setting = torch.get_float32_matmul_precision()
+    key = (id(mask_mod), scale, *numbers, setting, environment, environment.version)
     if key not in kept:
         kept[key] = jax.jit(_Program(score_mod, mask_mod, scale, *numbers))
     return kept[key], tensors
