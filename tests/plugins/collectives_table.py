@@ -171,6 +171,8 @@ def compare(
             if case.ranked and place == "devices":
                 continue
             sources[case.key], expected = reference(case, gloo[members])
+            if sources[case.key] == "gloo raises":
+                continue  # nothing to compare with
             ranks = range(members) if case.root is None else [case.root]
             faults = (difference(found[rank][case.key], expected[rank], case.rounded) for rank in ranks)
             column[case.key] = next((fault for fault in faults if fault is not None), None)

@@ -17,7 +17,7 @@ from torchax_core.errors import ShapeError
 from torchax_core.interop import jax_view, torch_view
 from torchax_ops_c10d import spmd
 from torchax_ops_c10d.groups import CollectiveError
-from torchax_ops_c10d.members import Members
+from torchax_ops_c10d.members import Members, wide
 
 __all__ = [
     "all_gather",
@@ -93,7 +93,8 @@ def reduce(op: str, members: Members, tensor: torch.Tensor, root: int, reduction
     (result,) = all_reduce(op, members, [tensor], reduction, factor)
     if members.rank is None:
         here = jax.lax.axis_index(members.axis) == root  # type: ignore[attr-defined]
-        result = jnp.where(here, result.reshape(tuple(tensor.shape)), array_of(tensor))
+        with wide():
+            result = jnp.where(here, result.reshape(tuple(tensor.shape)), array_of(tensor))
     if members.rank in (None, root):
         write(tensor, result)
 
@@ -170,11 +171,11 @@ def scatter(op: str, members: Members, output: torch.Tensor, tensors: Sequence[t
                 f"{op}: all of `scatter_list` must be as `tensor`, {output.dtype} of shape {tuple(output.shape)}, but they "
                 f"are {[(str(t.dtype), tuple(t.shape)) for t in tensors]}."
             )
-        parts = jnp.stack([array_of(t) for t in tensors])
+        parts = _stacked([array_of(t) for t in tensors])
     elif members.rank is None:
         raise _root_only(op, "scatter_list", root)
     else:
-        parts = jnp.stack([array_of(output)] * members.size)  # of the right shape; not read
+        parts = _stacked([array_of(output)] * members.size)  # of the right shape; not read
     write(output, members.run(spmd.scatter, parts, source=root))
 
 
@@ -190,10 +191,10 @@ def reduce_scatter_list(
     _check_count(op, "input_tensors", tensors, members)
     check_reduction(op, reduction, output.dtype, factor)
     if _same(op, members, tensors):
-        parts = jnp.stack([array_of(t) for t in tensors])
+        parts = _stacked([array_of(t) for t in tensors])
     else:
         longest = max(t.numel() for t in tensors)
-        parts = jnp.stack([_padded(array_of(t), longest) for t in tensors])
+        parts = _stacked([_padded(array_of(t), longest) for t in tensors])
     result = members.run(spmd.reduce_scatter, parts, reduction=reduction, factor=factor)
     write(output, result.reshape(-1)[: output.numel()])
 
@@ -207,9 +208,10 @@ def all_to_all_list(
     arrays = [array_of(t) for t in tensors]
     if members.rank is None:
         _same(op, members, [*tensors, *outputs])
-        _write_each(outputs, members.run(spmd.exchange, jnp.stack(arrays)))
+        _write_each(outputs, members.run(spmd.exchange, _stacked(arrays)))
         return
-    elements = jnp.concatenate([a.reshape(-1) for a in arrays])
+    with wide():
+        elements = jnp.concatenate([a.reshape(-1) for a in arrays])
     received = _exchange(op, members, elements, [a.size for a in arrays], [t.numel() for t in outputs])
     ends = np.cumsum([t.numel() for t in outputs])
     for output, end in zip(outputs, ends, strict=True):
@@ -271,9 +273,10 @@ def _exchange(op: str, members: Members, array: jax.Array, sizes: Sequence[int],
 
 def _rows(array: jax.Array, index: np.ndarray) -> jax.Array:
     """The rows of those numbers; beyond the last one any, as nobody reads them."""
-    if array.shape[0] == 0:
-        return jnp.zeros_like(array, shape=(*index.shape, *array.shape[1:]))
-    return jnp.take(array, index.astype(np.int32), axis=0, mode="clip")
+    with wide():
+        if array.shape[0] == 0:
+            return jnp.zeros_like(array, shape=(*index.shape, *array.shape[1:]))
+        return jnp.take(array, index.astype(np.int32), axis=0, mode="clip")
 
 
 def _agree(counts: jax.Array, axis: spmd.Axis | None) -> tuple[jax.Array, jax.Array]:
@@ -283,7 +286,13 @@ def _agree(counts: jax.Array, axis: spmd.Axis | None) -> tuple[jax.Array, jax.Ar
 
 def _padded(array: jax.Array, length: int) -> jax.Array:
     flat = array.reshape(-1)
-    return jnp.pad(flat, (0, length - flat.size))
+    with wide():
+        return jnp.pad(flat, (0, length - flat.size))
+
+
+def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
+    with wide():
+        return jnp.stack(arrays)
 
 
 def _same(op: str, members: Members, tensors: Sequence[torch.Tensor]) -> bool:

@@ -17,7 +17,13 @@ from torchax_ops_c10d import groups
 from torchax_ops_c10d.groups import CollectiveError
 from torchax_ops_c10d.spmd import Axis
 
-__all__ = ["AxisMembers", "Members", "OneMember", "ProcessMembers", "members_of", "register"]
+__all__ = ["AxisMembers", "Members", "OneMember", "ProcessMembers", "members_of", "register", "wide"]
+
+
+def wide() -> Any:
+    """A context in which 64-bit arrays stay so: with jax's 64-bit types off, as they are by default, some functions and moves
+    between devices make 32-bit ones of them."""
+    return jax.enable_x64(True)
 
 
 class Members:
@@ -38,7 +44,8 @@ class OneMember(Members):
     """A group of one."""
 
     def run(self, function: Callable[..., Any], arrays: Any, **static: Any) -> Any:
-        return function(arrays, axis=None, **static)
+        with wide():
+            return function(arrays, axis=None, **static)
 
 
 class AxisMembers(Members):
@@ -51,7 +58,8 @@ class AxisMembers(Members):
         self.size = int(jax.lax.axis_size(axis))
 
     def run(self, function: Callable[..., Any], arrays: Any, **static: Any) -> Any:
-        return function(arrays, axis=self.axis, **static)
+        with wide():
+            return function(arrays, axis=self.axis, **static)
 
 
 class ProcessMembers(Members):
@@ -68,12 +76,12 @@ class ProcessMembers(Members):
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def run(self, function: Callable[..., Any], arrays: Any, **static: Any) -> Any:
-        wholes = jax.tree.map(self._whole, arrays)
         key = (function, *sorted(static.items()))
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._program(function, static)
-        return jax.tree.map(lambda array: array.addressable_data(0), program(wholes))
+        with wide():
+            return jax.tree.map(lambda array: array.addressable_data(0), program(jax.tree.map(self._whole, arrays)))
 
     def _program(self, function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
         def member(arrays: Any) -> Any:
