@@ -450,8 +450,8 @@ def cases(full: bool) -> list[Case]:
     }
     for name, body in reducing.items():
         for reduction in REDUCTIONS:
-            if reduction == "premul_sum" and name.startswith("funcol"):
-                continue  # a name alone has no factor
+            if reduction == "premul_sum" and (name.startswith("funcol") or torch.__version__ < (2, 14)):
+                continue  # a name alone has no factor; and before 2.14, the factor is out of Python's reach
             for dtype in DTYPES:
                 whole = not (dtype.is_floating_point or dtype.is_complex)
                 if reduction.startswith("b") and not whole or dtype.is_complex and reduction not in ("sum", "avg"):
