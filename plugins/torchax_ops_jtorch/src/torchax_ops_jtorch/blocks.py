@@ -29,7 +29,9 @@ Rows = Any  # arrays whose last but one axis is the queries', in a pytree
 
 def block_length(queries: int, weights_per_query: int) -> int:
     """How many queries make a block: as many as have attention weights that fit a processor's cache, or that keep an
-    accelerator busy. All of them if they are few."""
+    accelerator busy. All of them if they are few, or if their number is a symbol (an exported program's)."""
+    if not (isinstance(queries, int) and isinstance(weights_per_query, int)):
+        return queries
     budget = 1 << (19 if jax.default_backend() == "cpu" else 26)
     fitting = max(budget // max(weights_per_query, 1), _FEWEST)
     return queries if fitting >= queries else 1 << (fitting.bit_length() - 1)
@@ -46,7 +48,7 @@ def over_queries(
     returns: the results, (..., queries, m).
     """
     if block >= queries:
-        return attend(0, min(keys, queries) if causal else keys, rows)
+        return attend(0, keys, rows)
     outputs = []
     for start, stop in _parts(queries, block, causal):
         part = jax.tree.map(lambda x, start=start, stop=stop: x[..., start:stop, :], rows)

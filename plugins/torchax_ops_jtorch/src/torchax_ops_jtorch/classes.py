@@ -61,7 +61,7 @@ def cross_entropy_loss(self, target, weight=None, reduction=1, ignore_index=-100
     if reduction != _MEAN:
         return loss if reduction == _NONE else loss.sum()
     if probabilities:
-        return loss.sum() / (self.size / self.shape[axis] if self.size else jnp.nan)
+        return loss.mean() if self.shape[axis] else jnp.nan
     counts = (target >= 0) if weight is None else jnp.where(target < 0, 0, opmath(weight)[target])
     return loss.sum() / counts.sum()
 

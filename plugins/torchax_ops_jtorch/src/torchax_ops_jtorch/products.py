@@ -43,7 +43,7 @@ def einsum(equation, tensors, *, path=None):
     sizes: dict[str, int] = {}
     for term, x in zip(terms, tensors, strict=True):
         for letter, size in zip(term, x.shape, strict=True):
-            sizes[letter] = max(size, sizes.get(letter, size)) if size != 1 else sizes.get(letter, 1)
+            sizes[letter] = sizes.get(letter, 1) if size == 1 else size
     operands = [_without_ones(x, term, sizes) for term, x in zip(terms, tensors, strict=True)]
     spec = ",".join(term for _, term in operands) + "->" + result
     order = "auto" if path is None else [tuple(path[i : i + 2]) for i in range(0, len(path), 2)]
