@@ -729,3 +729,76 @@ def test_extract_jax_keeps_its_mode_and_takes_a_key() -> None:
 def test_forward_mode_of_an_autograd_function_is_refused() -> None:
     with pytest.raises(TypeError, match="forward-mode"):
         jax.hessian(interop.jax_view(FUNCTIONS[0]))(jnp.ones(2))
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        ctx.factor = factor
+        return x**3 * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3 * ctx.saved_tensors[0] ** 2 * ctx.factor, None
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return tangent * 3 * ctx.saved_tensors[0] ** 2 * ctx.factor
+
+
+class Exponential(torch.autograd.Function):
+    """Without setup_context's twin: saves its result; has half the derivative, so that nobody else's is taken for it."""
+
+    @staticmethod
+    def forward(x):
+        return x.exp()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * ctx.saved_tensors[0] * 0.5
+
+
+def test_autograd_functions_bring_their_jvp() -> None:
+    x, ones = jnp.array([0.3, 0.7]), jnp.ones(2)
+    function = interop.jax_view(lambda x: Cube.apply(x, 2).sin().sum())
+
+    def reference(x):
+        return jnp.sin(2 * x**3).sum()
+
+    for derivative in (
+        jax.grad,
+        jax.jacfwd,
+        jax.hessian,
+        lambda f: jax.jit(jax.hessian(f)),
+        lambda f: jax.jacrev(jax.grad(f)),
+    ):
+        assert jnp.allclose(derivative(function)(x), derivative(reference)(x), rtol=1e-5)
+    assert jnp.allclose(jax.jvp(function, (x,), (ones,))[1], jax.jvp(reference, (x,), (ones,))[1])
+    rows = jnp.stack([x, 2 * x])
+    assert jnp.allclose(jax.vmap(jax.jacfwd(function))(rows), jax.vmap(jax.grad(reference))(rows), rtol=1e-5)
+    half = interop.jax_view(lambda x: Exponential.apply(x))
+    value, tangent = jax.jvp(half, (x,), (ones,))
+    assert jnp.allclose(value, jnp.exp(x)) and jnp.allclose(tangent, jnp.exp(x) / 2)
+    second = jax.jvp(lambda x: jax.jvp(half, (x,), (ones,))[1], (x,), (ones,))[1]
+    assert jnp.allclose(second, jnp.exp(x) / 4)
+    weight = torch.tensor([0.3, 0.7], device="jax", requires_grad=True)
+    torchax_core.jit(lambda: Cube.apply(weight, 2).sin().sum())().backward()
+    assert jnp.allclose(weight.grad.jax(), jax.grad(reference)(x), rtol=1e-5)
+
+
+def test_derivatives_of_derivatives_keep_64_bits() -> None:
+    """What was called with 64-bit types on has all its derivatives computed so, whenever they are asked for."""
+    x = torch.linspace(0.1, 0.9, 4, dtype=torch.float64).to("jax").requires_grad_()
+    with jax.enable_x64(True):
+        y = interop.call_jax(lambda a: a**3 * jnp.full((), 1 / 3, jnp.float64), x)
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert first.dtype is second.dtype is torch.float64
+    torch.testing.assert_close(first.detach().cpu(), x.detach().cpu() ** 2, rtol=1e-14, atol=0)
+    torch.testing.assert_close(second.cpu(), 2 * x.detach().cpu(), rtol=1e-14, atol=0)

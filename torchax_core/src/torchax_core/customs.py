@@ -3,6 +3,8 @@
 The forward runs as it is. Its results then pass through a function that is the identity to jax, and whose vjp is the
 Function's backward, run on what its context had saved. So reverse-mode derivatives of any order are torch's; forward-mode
 ones (jax.jvp, and jax.hessian, which is forward over reverse) raise jax's TypeError: there is no rule for them.
+A Function that defines `jvp` has such a rule, and is jax.custom_jvp's: forward-mode is its jvp, reverse-mode the transpose of
+that (its backward, where torch records the call: one of its tensors requires gradients).
 Source: https://docs.jax.dev/en/latest/_autosummary/jax.custom_vjp.html
 """
 
@@ -65,13 +67,14 @@ class _Context:
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[Any, ...] = ()
+        self.saved_for_forward: tuple[Any, ...] = ()
         self.materialize = True
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """Forward-mode goes another way: through the backward's program."""
+        self.saved_for_forward = tensors
 
     def mark_dirty(self, *tensors: Any) -> None:
         """Nothing to do: what is written is seen."""
@@ -94,6 +97,8 @@ def _apply(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         active.trace.lift(tensor)
     before = [(i, a, a._array()) for i, a, _ in before]
     recorded = torch.is_grad_enabled() and any(a.requires_grad for _, a, _ in before)
+    if not recorded and cls.jvp is not torch.autograd.Function.jvp:
+        return _with_jvp(cls, args, kwargs, before)
     result = original(*args, **kwargs) if recorded else None
     if recorded:
         outputs = [o for o in _tuple(result) if isinstance(o, Tensor)]
@@ -108,9 +113,7 @@ def _apply(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         with torch.no_grad():
             result = _run_forward(cls, made, args, kwargs)
         saved, needs, materialize = made.saved_tensors, made.needs_input_grad, made.materialize
-        attributes = {
-            n: v for n, v in made.__dict__.items() if n not in ("saved_tensors", "needs_input_grad", "materialize")
-        }
+        attributes = {n: v for n, v in made.__dict__.items() if n not in _OF_CONTEXT}
     leaves, spec = trees.flatten((tuple(saved), attributes))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     residuals = [leaves[i]._array() for i in places]
@@ -150,6 +153,60 @@ def _apply(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     for output, array in zip(outputs, attached, strict=True):
         output._write(array)
     return result
+
+
+def _with_jvp(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: list[Any]) -> Any:
+    """The Function's results, with derivatives by its jvp in either mode."""
+    context = _Context(tuple(isinstance(a, Tensor) and _is_inexact(a) for a in args))
+    with torch.no_grad():
+        result = _run_forward(cls, context, args, kwargs)
+    attributes = {n: v for n, v in context.__dict__.items() if n not in _OF_CONTEXT}
+    leaves, spec = trees.flatten((tuple(context.saved_for_forward or context.saved_tensors), attributes))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    outputs = [o for o in _tuple(result) if isinstance(o, Tensor)]
+
+    def tangents(arrays: Any, given: Any) -> Any:
+        from torchax_core.purity import pure
+
+        full = list(leaves)
+        for i, array in zip(places, arrays, strict=True):
+            full[i] = wrap_array(array)
+        again = _Context(context.needs_input_grad)
+        again.saved_tensors, values = trees.unflatten(full, spec)
+        again.__dict__.update(values)
+        tensors: list[Any] = [None] * len(args)
+        for (i, _, _), tangent in zip(before, given, strict=True):
+            tensors[i] = wrap_array(tangent)
+        with pure():
+            found = _tuple(cls.jvp(again, *tensors))
+            found = tuple(found[i] for i, o in enumerate(_tuple(result)) if isinstance(o, Tensor))
+            return [_zero(o._array()) if t is None else t._array() for o, t in zip(outputs, found, strict=True)]
+
+    @jax.custom_jvp
+    def attach(outputs: Any, inputs: Any, residuals: Any) -> Any:
+        return outputs
+
+    @attach.defjvp
+    def _(primals: Any, given: Any) -> Any:
+        outputs, inputs, residuals = primals
+        outputs = attach(outputs, inputs, residuals)
+        residuals = [r if n is None else outputs[n] for r, n in zip(residuals, saved_results, strict=True)]
+        return outputs, tangents(residuals, given[1])
+
+    # a result that was saved is, to derivatives of derivatives, one with this derivative
+    results = {id(o._array()): i for i, o in enumerate(outputs)}
+    saved_results = [results.get(id(leaves[i]._array())) for i in places]
+    arrays = attach(
+        [jax.lax.stop_gradient(o._array()) for o in outputs],
+        [a for _, _, a in before],
+        [leaves[i]._array() for i in places],
+    )
+    for output, array in zip(outputs, arrays, strict=True):
+        output._write(array)
+    return result
+
+
+_OF_CONTEXT = ("saved_tensors", "saved_for_forward", "needs_input_grad", "materialize")
 
 
 def _attached(backward: Any, saved_results: list[int | None]) -> Any:
