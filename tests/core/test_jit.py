@@ -350,6 +350,23 @@ def test_gradients_of_views_that_are_closed_over(leaf: str) -> None:
         torch.testing.assert_close(got, want)
 
 
+def test_leaves_that_are_parts_of_one_storage() -> None:
+    """Parameters as views of one flat buffer."""
+    flat = torch.arange(1.0, 7.0, device="jax")
+    one, two = flat[:3].detach().requires_grad_(), flat[3:].view(3, 1).detach().requires_grad_()
+    x = torch.tensor([2.0, 3.0, 4.0], device="jax", requires_grad=True)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return (x * one).sum() * (two**2).sum()
+
+    grads = []
+    for function in (run, torchax_core.jit(run)):
+        x.grad = one.grad = two.grad = None
+        function(x).backward()
+        grads.append((x.grad, one.grad, two.grad))
+    torch.testing.assert_close(*[tuple(g.cpu() for g in found) for found in grads])
+
+
 def test_overlapping_views_that_want_gradients_each() -> None:
     base = torch.ones(2, 3, device="jax")
     row, column = base[0].detach().requires_grad_(), base.t()[1].detach().requires_grad_()

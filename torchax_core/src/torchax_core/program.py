@@ -33,7 +33,7 @@ from torchax_core.rebinding import Output, Rebinding
 from torchax_core.scaling import tracing_scalers
 from torchax_core.scopes import naming_modules
 from torchax_core.shardings import resolve, spread_prefix
-from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor, write_all
+from torchax_core.tensor import Aval, Storage, Tensor, active, contiguous_stride, make_tensor, share_tensor, write_all
 from torchax_core.trace import Trace, get_grad, promote_placeholders, set_grad, watching_grads
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
 
@@ -148,6 +148,7 @@ class Program:
         self.chosen: Any = None
         self.has_run = False
         self.gradients_matter = False
+        self._are_apart: dict[int, bool] = {}
         roots = [owner.fn, *(leaf for leaf in call.leaves if not isinstance(leaf, _PLAIN))]
         self.rebinding = Rebinding(roots, owner.habits)
         self._trace(call.leaves)
@@ -672,16 +673,38 @@ class Program:
                 continue
             base = found[0]._base
             if base is None or base.__class__ is not Tensor or not base.requires_grad:
-                if len(found) > 1:
+                # leaves: each element's gradient goes to the view that it is in
+                if len(found) > 1 and not (_contiguous(store) and self._apart(key, found)):
                     raise RuntimeError(
-                        f"jit({self.owner.name}): {len(found)} views of one storage want gradients each of their own, and their "
-                        "elements may overlap. Pass them as arguments, or let their base want the gradients."
+                        f"jit({self.owner.name}): {len(found)} views of one storage want gradients each of their own, and share "
+                        "elements: a program has the storage once, as an input, and cannot tell which of them a gradient "
+                        "is for. Pass them as arguments, or let their base want the gradients."
                     )
-                view = found[0]  # a leaf
-                base = share_tensor(store, Aval.of(store.array.shape, store.stride, view.dtype))
-                base = torch.as_strided_scatter(base, view, view.shape, view.stride(), view.storage_offset())
+                base = share_tensor(store, Aval.of(store.array.shape, store.stride, found[0].dtype))
+                if len(found) == 1:
+                    view = found[0]
+                    base = torch.as_strided_scatter(base, view, view.shape, view.stride(), view.storage_offset())
+                else:  # torch's gradient of one as_strided_scatter through the next is zero
+                    numbers = torch.arange(store.array.size, device=base.device)
+                    flat = base.reshape(-1)
+                    for view in found:
+                        at = numbers.as_strided(view.shape, view.stride(), view.storage_offset()).reshape(-1)
+                        flat = flat.index_copy(0, at, view.reshape(-1))
+                    base = flat.reshape(store.array.shape)
             whole[key] = base
         return whole
+
+    def _apart(self, key: int, views: list[torch.Tensor]) -> bool:
+        """Whether no two of these views of one storage share an element."""
+        if key not in self._are_apart:
+            size = 1 + max(
+                v.storage_offset() + sum((n - 1) * s for n, s in zip(v.shape, v.stride(), strict=True)) for v in views
+            )
+            numbers = torch.arange(size)
+            taken = [numbers.as_strided(v.shape, v.stride(), v.storage_offset()).reshape(-1) for v in views]
+            found = torch.cat(taken)
+            self._are_apart[key] = found.unique().numel() == found.numel()
+        return self._are_apart[key]
 
     def _run_differentiable(self, call: Call) -> Any:
         """A function whose results still want gradients: its backward is jax.vjp's, compiled too."""
@@ -724,3 +747,7 @@ def _equal(some: list[Any], others: list[Any]) -> bool:
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(tensor._aval.meta()).stride())
+
+
+def _contiguous(store: Storage) -> bool:
+    return store.stride == contiguous_stride(store.array.shape)
