@@ -182,7 +182,7 @@ class OpTable:
         names = {name} if variant is None else {name, op_name(variant.twin)}
         namespace = name.partition("::")[0]
         usual = {"aten": "torchax-ops-aten", "prims": "torchax-ops-aten", "torchvision": "torchax-ops-vision"}
-        usual["_c10d_functional"] = "torchax-ops-c10d"
+        usual |= dict.fromkeys(("c10d", "_c10d_functional", "_c10d_functional_autograd"), "torchax-ops-c10d")
         lines = [f"no definition of {name} for device 'jax'."]
         serving = [p for p in self.packs if namespace in p.namespaces and p.error is None]
         broken = [p for p in self.packs if p.error is not None]
