@@ -205,8 +205,8 @@ class Rebinding:
         """Lay the guards out in columns. `skip`: containers that are guarded already."""
         left = [(p, t) for p, t in self.guarded if id(p.container) not in skip]
         links, lengths = self.before.way_to([*(p for p, _ in self.guarded), *(s.place for s in self.sources)])
-        self.links = [(p, v) for p, v in links if p.root().name not in self._changed]
-        self.lengths = [(c, n) for c, n in lengths if id(c) not in self._changed_containers]
+        self.links = [(p, v) for p, v in links if p.root().name not in self._changed and id(p.container) not in skip]
+        self.lengths = [(c, n) for c, n in lengths if id(c) not in self._changed_containers and id(c) not in skip]
         entries: list[tuple[Place, Any]] = [(p, t) for p, t in [*left, *self.links] if p.kind is dict]
         self.containers, self.keys = [p.container for p, _ in entries], [p.key for p, _ in entries]
         self.tensors = [t for _, t in entries]
