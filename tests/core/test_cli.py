@@ -314,7 +314,8 @@ def test_colours_on_a_terminal_and_not_with_no_color():
 
 
 def test_install_completion(tmp_path):
-    done = run("--install-completion", "bash", HOME=str(tmp_path))
+    # typer takes the shell from the processes above, of which a test run need not have one; so it is told
+    done = run("--install-completion", "bash", HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert done.returncode == 0, done.stderr
     scripts = [path for path in tmp_path.rglob("*") if path.is_file() and "_TORCHAX_COMPLETE" in path.read_text()]
     assert scripts and any(scripts[0].name in path.read_text() for path in [tmp_path / ".bashrc"])

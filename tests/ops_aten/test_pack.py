@@ -38,7 +38,7 @@ def test_every_op_exists_in_this_torch():
     """Names are late bound, so that older and newer torches work; those this torch lacks are few and known."""
     lacking = [d.op for d in DEFINITIONS if d.kind != "function" and find_op(d.op) is None]
     if torch.__version__.startswith("2.14"):
-        assert lacking == []
+        assert lacking == ["aten::cholesky"]  # an op until 2.13
 
 
 def test_every_op_is_in_a_namespace_the_pack_serves():

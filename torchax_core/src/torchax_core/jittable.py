@@ -17,7 +17,15 @@ from torchax_core.environment import Environment, current_env
 from torchax_core.functional import jax_jit
 from torchax_core.tensor import Tensor
 
-__all__ = ["JittableModule", "call_with", "extract_all_buffers", "extract_jax", "set_all_buffers", "tensor_places", "tied_names"]
+__all__ = [
+    "JittableModule",
+    "call_with",
+    "extract_all_buffers",
+    "extract_jax",
+    "set_all_buffers",
+    "tensor_places",
+    "tied_names",
+]
 
 
 def extract_all_buffers(m: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
