@@ -61,6 +61,36 @@ def _is_inexact(array: Any) -> bool:
     return _inexact(array.dtype)
 
 
+class _Residuals:
+    """What a forward leaves for its backward: a function of cotangents (jax.vjp's), but for arrays that are its inputs.
+
+    jax.jit gives an input that it returns as a copy, and the caller has the inputs anyway.
+    """
+
+    def __init__(self, kept: Sequence[Any], layout: tuple[Any, tuple[int | None, ...]]) -> None:
+        self.kept = kept
+        self.layout = layout  # the function's structure as a pytree; for each leaf the input that it is
+
+    @classmethod
+    def of(cls, pullback: Any, inputs: Sequence[Any]) -> _Residuals:
+        """From the function, while the forward is traced with these inputs."""
+        leaves, structure = jax.tree.flatten(pullback)
+        positions = {id(array): i for i, array in enumerate(inputs)}
+        places = tuple(positions.get(id(leaf)) for leaf in leaves)
+        return cls([leaf for leaf, at in zip(leaves, places, strict=True) if at is None], (structure, places))
+
+    def pullback(self, inputs: Sequence[Any]) -> Any:
+        """The function, with the inputs of that call of the forward."""
+        structure, places = self.layout
+        kept = iter(self.kept)
+        return structure.unflatten([next(kept) if at is None else inputs[at] for at in places])
+
+
+jax.tree_util.register_pytree_node(
+    _Residuals, lambda r: (r.kept, r.layout), lambda layout, kept: _Residuals(kept, layout)
+)
+
+
 class DifferentiableProgram:
     """A function of arrays to a tuple of arrays, with its forward and backward made for a set of inputs.
 
@@ -83,7 +113,7 @@ class DifferentiableProgram:
     def made_for(self, wanted: tuple[int, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """(forward, backward) differentiating with respect to the inputs at these positions.
 
-        forward(*arrays) -> (results, residuals); backward(residuals, cotangents) -> gradients of the wanted inputs.
+        forward(*arrays) -> (results, _Residuals); backward(pullback, cotangents) -> gradients of the wanted inputs.
         """
         pair = self._made.get(wanted)
         if pair is None:
@@ -91,11 +121,12 @@ class DifferentiableProgram:
 
             def forward(*arrays: Any) -> Any:
                 with _x64(self):
-                    return jax.vjp(_of_wanted(fn, wanted, arrays), *[arrays[i] for i in wanted])
+                    results, pullback = jax.vjp(_of_wanted(fn, wanted, arrays), *[arrays[i] for i in wanted])
+                    return results, _Residuals.of(pullback, arrays)
 
-            def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
+            def backward(pullback: Any, cotangents: Sequence[Any]) -> Any:
                 with _x64(self):
-                    return tuple(map(_conjugate, residuals(tuple(map(_conjugate, cotangents)))))
+                    return tuple(map(_conjugate, pullback(tuple(map(_conjugate, cotangents)))))
 
             if self.jit:
                 pair = jax.jit(forward, inline=True), jax.jit(backward, inline=True)
@@ -203,7 +234,7 @@ class _Call(torch.autograd.Function):
         if path:
             backward = jax.named_scope(f"backward/{path}")(backward)
         with _x64(ctx.program):
-            gradients = backward(ctx.residuals, given)
+            gradients = backward(ctx.residuals.pullback(ctx.arrays), given)
         if several_devices():  # XLA would have the whole gradient of a sharded weight on every device
             gradients = tuple(laid_out_like(g, ctx.arrays[at]) for g, at in zip(gradients, ctx.wanted, strict=True))
         return (None, None, None, *_noted([wrap_array(g) for g in gradients]))
