@@ -13,7 +13,9 @@ from torch import nn
 from torchax_core.benchmarking.models import (
     Params,
     array,
+    attention,
     batch_norm_params,
+    block_params,
     convolve,
     layer_norm,
     linear,
@@ -101,17 +103,7 @@ def vit_params(model: nn.Module) -> Params:
         "positions": array(model.positions),
         "norm": norm_params(model.norm),
         "head": linear_params(model.head),
-        "blocks": [
-            {
-                "norm1": norm_params(block.norm1),
-                "qkv": linear_params(block.qkv),
-                "project": linear_params(block.project),
-                "norm2": norm_params(block.norm2),
-                "up": linear_params(block.up),
-                "down": linear_params(block.down),
-            }
-            for block in model.blocks
-        ],
+        "blocks": [block_params(block) for block in model.blocks],
     }
 
 
@@ -125,18 +117,11 @@ def vit(params: Params, images: jax.Array, *, heads: int) -> jax.Array:
     for block in params["blocks"]:
         qkv = linear(block["qkv"], layer_norm(block["norm1"], x)).reshape(n, -1, 3, heads, c // heads)
         query, key, value = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
-        mixed = _attention(query, key, value).transpose(0, 2, 1, 3).reshape(n, -1, c)
+        mixed = attention(query, key, value, causal=False).transpose(0, 2, 1, 3).reshape(n, -1, c)
         x = x + linear(block["project"], mixed)
         hidden = jax.nn.gelu(linear(block["up"], layer_norm(block["norm2"], x)), approximate=False)
         x = x + linear(block["down"], hidden)
     return linear(params["head"], layer_norm(params["norm"], x)[:, 0])
-
-
-def _attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    scores = jnp.einsum("nhqd,nhkd->nhqk", query, key) * query.shape[-1] ** -0.5
-    if mask is not None:
-        scores = jnp.where(mask, scores, -jnp.inf)
-    return jnp.einsum("nhqk,nhkd->nhqd", jax.nn.softmax(scores, axis=-1), value)
 
 
 # -- LSTM ------------------------------------------------------------------------------------------
@@ -213,14 +198,13 @@ def llama(params: Params, tokens: jax.Array, *, heads: int, groups: int, theta: 
     frequencies = theta ** (-jnp.arange(0, depth, 2, dtype=x.dtype) / depth)
     angles = jnp.arange(t, dtype=x.dtype)[:, None] * jnp.concatenate([frequencies, frequencies])
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    causal = jnp.tril(jnp.ones((t, t), bool))
     for block in params["blocks"]:
         y = _rms_norm(block["norm1"], x)
         query = _rotated(matmul(y, block["q"]).reshape(n, t, heads, depth).swapaxes(1, 2), cos, sin)
         key = _rotated(matmul(y, block["k"]).reshape(n, t, groups, depth).swapaxes(1, 2), cos, sin)
         value = matmul(y, block["v"]).reshape(n, t, groups, depth).swapaxes(1, 2)
         key, value = (jnp.repeat(a, heads // groups, axis=1) for a in (key, value))
-        x = x + matmul(_attention(query, key, value, causal).swapaxes(1, 2).reshape(n, t, -1), block["o"])
+        x = x + matmul(attention(query, key, value).swapaxes(1, 2).reshape(n, t, -1), block["o"])
         y = _rms_norm(block["norm2"], x)
         x = x + matmul(jax.nn.silu(matmul(y, block["gate"])) * matmul(y, block["up"]), block["down"])
     return matmul(_rms_norm(params["norm"], x), params["head"])

@@ -101,23 +101,19 @@ def norm_params(layer: nn.Module) -> Params:
     return {"scale": array(layer.weight), "shift": array(layer.bias)}
 
 
+def block_params(block: nn.Module) -> Params:
+    """The weights of one transformer layer."""
+    linears = {name: linear_params(getattr(block, name)) for name in ("qkv", "project", "up", "down")}
+    return {"norm1": norm_params(block.norm1), "norm2": norm_params(block.norm2), **linears}
+
+
 def gpt_params(model: GPT) -> Params:
     """The weights of a GPT on CPU, for `gpt_jax`."""
     return {
         "tokens": array(model.tokens.weight),
         "positions": array(model.positions),
         "norm": norm_params(model.norm),
-        "blocks": [
-            {
-                "norm1": norm_params(block.norm1),
-                "qkv": linear_params(block.qkv),
-                "project": linear_params(block.project),
-                "norm2": norm_params(block.norm2),
-                "up": linear_params(block.up),
-                "down": linear_params(block.down),
-            }
-            for block in model.blocks
-        ],
+        "blocks": [block_params(block) for block in model.blocks],
     }
 
 
@@ -138,11 +134,12 @@ def layer_norm(params: Params, x: jax.Array) -> jax.Array:
     return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * params["scale"] + params["shift"]
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Causal softmax attention, (N, H, T, D) each."""
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool = True) -> jax.Array:
+    """Softmax attention, (N, H, T, D) each."""
     scores = jnp.einsum("nhqd,nhkd->nhqk", query, key) * query.shape[-1] ** -0.5
-    length = query.shape[-2]
-    scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+    if causal:
+        length = query.shape[-2]
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
     return jnp.einsum("nhqk,nhkd->nhqd", jax.nn.softmax(scores, axis=-1), value)
 
 
