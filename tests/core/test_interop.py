@@ -366,6 +366,29 @@ def test_autograd_functions_bring_their_backward(function) -> None:
     assert torch.autograd.Function.__dict__["apply"] is before
 
 
+class Batched(WithSetup):
+    generate_vmap_rule = True
+
+
+def test_a_custom_backward_under_torch_func_in_a_trace():
+    values, weight = torch.tensor([1.2, 2.6, 3.1]), torch.tensor([2.0, 3.0, 5.0])
+    programs = {
+        "grad": torch.func.grad(lambda x, y: Batched.apply(x, y)[0].sum()),
+        "vmap of grad": torch.func.vmap(torch.func.grad(lambda x, y: Batched.apply(x, y)[0])),
+        "grad of grad": torch.func.grad(
+            lambda x, y: torch.func.grad(lambda x: Batched.apply(x, y)[0].square().sum())(x).sum()
+        ),
+    }
+    for program in programs.values():
+        expected = program(values, weight)
+        assert expected.abs().min() > 0
+        for run in (program, torchax_core.jit(program)):
+            close(run(values.to("jax"), weight.to("jax")), expected)
+    old = torchax_core.jit(torch.func.grad(lambda x: Straight.apply(x, 2).sum()))
+    with pytest.raises(RuntimeError, match="must override the setup_context staticmethod"):  # as outside of a trace
+        old(values.to("jax"))
+
+
 def test_a_detached_tensor_still_shares_memory_inside_jax() -> None:
     wanted = _write_through_detach(torch.tensor([1.0, 2.0]))
     close(jax.jit(interop.jax_view(_write_through_detach))(jnp.array([1.0, 2.0])), wanted)
@@ -516,6 +539,14 @@ def test_fori_loop_and_j2t_autograd() -> None:
     x = torch.ones(2, device="jax", requires_grad=True)
     interop.j2t_autograd(lambda x, by: x * by)(x, by=3.0).sum().backward()
     assert x.grad.tolist() == [3, 3]
+
+
+def test_a_number_met_in_a_shard_map_without_jit_is_of_use_later() -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    for f in (interop.jax_view(lambda x: x * 1234), jax.jit(interop.jax_view(lambda x: x * 1234))):
+        run = jax.shard_map(f, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+        assert run(jnp.arange(3)).tolist() == [0, 1234, 2468]
+    assert (torch.arange(3, device="jax") * 1234).tolist() == [0, 1234, 2468]
 
 
 def test_jax_shard_map() -> None:

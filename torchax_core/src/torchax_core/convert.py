@@ -106,6 +106,8 @@ def scalar_array(value: bool | int | float | complex) -> jax.Array:
             array = array_from_numpy(np.asarray(value, dtype))
         except OverflowError:
             raise ConversionError(f"the number {value} does not fit into 64 bits.") from None
+        if is_traced(array):  # in a shard_map without jit, where all that is made is part of it
+            return array
         if len(_scalars) >= _SCALARS_KEPT:
             _scalars.clear()
         _scalars[key] = array

@@ -54,11 +54,19 @@ _original: Any = torch.autograd.Function.__dict__["apply"]
 def _install() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         trace = active.trace
-        if trace is None or cls.__module__.startswith("torchax_"):
+        if trace is None or cls.__module__.startswith("torchax_") or under_torch_func(args):
             return _original.__get__(None, cls)(*args, **kwargs)
         return _apply(cls, _original.__get__(None, cls), args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+
+
+def under_torch_func(args: tuple[Any, ...]) -> bool:
+    """Whether torch.func differentiates or batches a call, which is then its own affair: it calls again, inside, or refuses."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(isinstance(leaf, torch.Tensor) and wrapped(leaf) for leaf in trees.flatten(args)[0])
 
 
 class _Context:
