@@ -132,6 +132,25 @@ def test_nesting() -> None:
     assert torchax_core.current_env() is torchax_core.default_env()
 
 
+def test_entering_keeps_the_count_of_references() -> None:
+    # torch 2.11 gave back more references than it took: an environment in use was freed, and the process crashed later
+    environment = torchax_core.Environment()
+
+    def enter() -> None:
+        for _ in range(20):
+            with environment:
+                assert torchax_core.current_env() is environment
+
+    enter()
+    before = sys.getrefcount(environment), sys.getrefcount(None)
+    enter()
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert sys.getrefcount(environment) == before[0]
+    assert abs(sys.getrefcount(None) - before[1]) < 20  # other code's Nones come and go
+
+
 def test_everywhere_override_holds_in_environments_to_come() -> None:
     with torchax_core.override_op_definition("aten::tan", lambda self: self + 4, is_jax_function=True):
         with torchax_core.Environment():

@@ -23,6 +23,7 @@ import jax
 import torch
 
 from torchax_core import bridge, composite, functions, log, transforms
+from torchax_core.carried import carried, carry
 from torchax_core.config import Config
 from torchax_core.device import register_factories
 from torchax_core.errors import OpNameError
@@ -170,7 +171,7 @@ class Environment(contextlib.ContextDecorator):
         if environment is None:
             active.environment = None
             active.kernels = None
-            torch._C._stash_obj_in_tls(_TLS_KEY, None)
+            carry(_TLS_KEY, None)
         else:
             environment._activate()
             if kernels is not None and active.trace is not None:
@@ -180,13 +181,12 @@ class Environment(contextlib.ContextDecorator):
         active.environment = self
         active.kernels = self._lookup() if active.trace is None else active.trace.kernels(self)
         # the autograd engine hands this on to the threads that run backward
-        torch._C._stash_obj_in_tls(_TLS_KEY, self)
+        carry(_TLS_KEY, self)
 
     @classmethod
     def _attach_thread(cls) -> Any:
         """Find this thread's environment at its first op; returns the look-up from op to kernel."""
-        environment = torch._C._get_obj_in_tls(_TLS_KEY) if torch._C._is_key_in_tls(_TLS_KEY) else None
-        environment = environment or default_env()
+        environment = carried(_TLS_KEY) or default_env()
         active.environment = environment
         if not isinstance(threading.current_thread(), threading._DummyThread):
             # A thread of the autograd engine serves callers of any environment, so it asks each time.
@@ -451,9 +451,17 @@ def _override_name(op: Any) -> tuple[str, Any]:
     """The name an override is kept under, and the torch op (None: a torch function)."""
     func = resolve_op(op)
     if func is None:
-        if callable(op) or (isinstance(op, str) and functions.find_function(op) is not None):
-            return (op if isinstance(op, str) else functions.function_name(op)), None
-        raise OpNameError(unknown_op(op))
+        function = functions.find_function(op) if isinstance(op, str) else op
+        if not callable(function):
+            raise OpNameError(unknown_op(op))
+        name = op if isinstance(op, str) else functions.function_name(op)
+        if not functions.asks_tensors(function):
+            raise OpNameError(
+                f"{name} does not ask its tensors whether they know it better (`torch.overrides.handle_torch_function`), so that an "
+                "override would not be called. Override an op that it calls; those of torch.distributed are in the namespaces "
+                "`c10d` and `_c10d_functional`."
+            )
+        return name, None
     if isinstance(func, torch._ops.OpOverloadPacket):
         return func._qualified_op_name + ".*", func
     return op_name(func), func
@@ -521,6 +529,12 @@ def _override_kernel(func: Any, definition: Definition, variant: Any) -> Any:
         raise OpNameError(
             f"{op_name(func)} writes into its arguments, which a JAX function cannot. Override its functional form "
             f"({op_name(twin.twin) if twin is not None else 'none exists'}); the writing forms follow from it."
+        )
+    made = [str(r.type) for r in func._schema.returns if r.type.kind() == "ClassType"]
+    if made:
+        raise OpNameError(
+            f"{op_name(func)} returns a {made[0].rpartition('.')[2]}, which a JAX function cannot make. Override it by torch code; that "
+            "may run JAX functions, by `torchax_core.interop.call_jax`."
         )
     return LoweringKernel(func, definition)
 
