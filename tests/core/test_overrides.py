@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchax_core
@@ -367,6 +368,25 @@ def test_names_that_torch_does_not_know():
         with warnings.catch_warnings(), pytest.raises(OpNameError):
             warnings.simplefilter("error")
             ENV.override_op_definition(op, lambda self: self, is_jax_function=True)
+
+
+def test_a_function_that_asks_no_tensor_is_refused():
+    for function in (torch.utils.checkpoint.checkpoint, "torch.utils.checkpoint.checkpoint", lambda x: x):
+        with pytest.raises(OpNameError, match="an override would not be called. Override an op that it calls"):
+            ENV.override_op_definition(function, lambda *args, **kwargs: NotImplemented)
+
+
+def test_a_function_has_one_chain_under_all_its_names():
+    x = torch.ones(1, 2, 2, device="jax")
+    by_object, by_name = F.max_pool2d, "torch.nn.functional.max_pool2d"
+    for one, other in ((by_object, by_name), (by_name, by_object)):
+        with ENV.override_op_definition(one, lambda *args, **kwargs: torch.full((1,), 7.0, device="jax")):
+            with ENV.override_op_definition(other, lambda *args, **kwargs: NotImplemented):
+                assert F.max_pool2d(x, 2).tolist() == [7.0]
+                for name in (one, other):
+                    assert [s.level for s in ENV.explain(name).chain].count("override") == 2
+            assert F.max_pool2d(x, 2).tolist() == [7.0]
+        assert F.max_pool2d(x, 2).tolist() == [[[1.0]]]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -292,7 +292,8 @@ class Environment(contextlib.ContextDecorator):
         if isinstance(func, torch._ops.OpOverloadPacket):
             func = getattr(func, func.overloads()[0])
         if func is None or not hasattr(func, "_schema"):
-            name = op if isinstance(op, str) else functions.function_name(op)
+            function = functions.find_function(op) if isinstance(op, str) else op
+            name = op if function is None else functions.function_name(function)
             found = functions.chain(self, name)
             if found or func is not None or functions.find_function(name) is not None:
                 return Explanation(
@@ -454,11 +455,11 @@ def _override_name(op: Any) -> tuple[str, Any]:
         function = functions.find_function(op) if isinstance(op, str) else op
         if not callable(function):
             raise OpNameError(unknown_op(op))
-        name = op if isinstance(op, str) else functions.function_name(op)
-        if not functions.asks_tensors(function):
+        name = functions.function_name(function)
+        if not functions.asks_tensors(function) or functions.find_function(name) is None:
             raise OpNameError(
-                f"{name} does not ask its tensors whether they know it better (`torch.overrides.handle_torch_function`), so that an "
-                "override would not be called. Override an op that it calls; those of torch.distributed are in the namespaces "
+                f"{name} does not ask its tensors whether they know it better (`torch.overrides.handle_torch_function`), so that "
+                "an override would not be called. Override an op that it calls; those of torch.distributed are in the namespaces "
                 "`c10d` and `_c10d_functional`."
             )
         return name, None
@@ -533,8 +534,8 @@ def _override_kernel(func: Any, definition: Definition, variant: Any) -> Any:
     made = [str(r.type) for r in func._schema.returns if r.type.kind() == "ClassType"]
     if made:
         raise OpNameError(
-            f"{op_name(func)} returns a {made[0].rpartition('.')[2]}, which a JAX function cannot make. Override it by torch code; that "
-            "may run JAX functions, by `torchax_core.interop.call_jax`."
+            f"{op_name(func)} returns a {made[0].rpartition('.')[2]}, which a JAX function cannot make. Override it by torch "
+            "code; that may run JAX functions, by `torchax_core.interop.call_jax`."
         )
     return LoweringKernel(func, definition)
 

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import torch
+from torch.overrides import get_testing_overrides, resolve_name
 
 from torchax_core.bridge import call_jax
 from torchax_core.opset import Definition
 from torchax_core.overrides import Declined
 from torchax_core.tensor import Tensor, active, resolve_active
 
-__all__ = ["chain", "defined", "find_function", "followers", "function_name", "refresh"]
+__all__ = ["asks_tensors", "chain", "defined", "find_function", "followers", "function_name", "refresh"]
 
 _off = torch._C._disabled_torch_function_impl
 
@@ -41,8 +43,18 @@ def find_function(name: str) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """A torch function's dotted name."""
-    return f"{getattr(function, '__module__', None) or 'torch'}.{getattr(function, '__qualname__', repr(function))}"
+    """A torch function's dotted name: the same one, whichever of several led to it."""
+    name = f"{getattr(function, '__module__', None) or 'torch'}.{getattr(function, '__qualname__', repr(function))}"
+    if find_function(name) is function:
+        return name
+    return resolve_name(function) or name  # one that torch makes in another function (max_pool2d)
+
+
+def asks_tensors(function: Any) -> bool:
+    """Whether a function asks the class of its tensors before it runs, so that it can be caught: C functions do, and Python
+    ones that call `handle_torch_function`, themselves or by what they are made of."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is None or "handle_torch_function" in code.co_names or function in get_testing_overrides()
 
 
 def chain(environment: Any, name: str) -> list[tuple[str, Definition]]:
