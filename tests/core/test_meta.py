@@ -19,13 +19,18 @@ PYPROJECTS = sorted([*ROOT.glob("torchax_*/pyproject.toml"), *ROOT.glob("plugins
 DOCUMENTS = sorted(x for p in ("*.md", "docs/*.md", "torchax_*/*.md", "plugins/*/*.md") for x in ROOT.glob(p))
 SOURCES = [file.parent / "src" for file in PYPROJECTS]
 
-# Each module in a process of its own, forked once torch and jax are there: nothing may lean on another's import.
+# Each module in a process of its own, forked once torch, jax and the core's package are there: nothing may lean on another's
+# import. Importing a module of the core imports the package first, so what that imports is then done.
 IMPORT_ALONE = """
 import os, sys, traceback, warnings
 import jax, torch
+with warnings.catch_warnings(action="error"):
+    import torchax_core
 warnings.simplefilter("ignore")  # jax warns of forks
 failed = 0
 for name in sys.argv[1:]:
+    if name in sys.modules:
+        continue
     child = os.fork()
     if child == 0:
         try:
