@@ -258,6 +258,14 @@ class Program:
                 outputs.append(array)
             return places[id(array)]
 
+        # What was written comes first, in the order of the inputs: jax gives a donated input's memory to the first output of
+        # its shape, and only where that is the same tensor's new value can XLA write it in place, without copies.
+        for entry in sorted(trace.lifted.values(), key=lambda entry: trace.bound[id(entry.tracer)]):
+            if entry.written:
+                self.writes.append((entry.store, out(entry.store.array)))
+        for place, (store, tracer) in placeholders.items():
+            if store.array is not tracer:
+                self.writes.append((place, out(store.array)))
         self._note_changes(trace, tree, inner, out)
         wants_grad = self._note_results(trace, result, objects, out)
         self.wants_grad = wants_grad and not trace.backward_ran
@@ -273,12 +281,6 @@ class Program:
             elif is_traced(grad._store.array):
                 self.grad_sets.append((tensor, grad, out(grad._array()), grad._aval))
         self.argument_grads = [(place, out(grad._array()), grad._aval) for place, grad in argument_grads]
-        for place, (store, tracer) in placeholders.items():
-            if store.array is not tracer:
-                self.writes.append((place, out(store.array)))
-        for entry in trace.lifted.values():
-            if entry.written:
-                self.writes.append((entry.store, out(entry.store.array)))
         survivors = trace.survivors()
         held = {id(g[1]._store) for g in self.grad_sets if g[1] is not None}
         if any(id(s) not in held for s in survivors):

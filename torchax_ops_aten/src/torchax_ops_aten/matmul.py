@@ -7,6 +7,7 @@ products follow `torch.get_float32_matmul_precision()`, read when an op is trace
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -45,6 +46,18 @@ def product(a: jax.Array, b: jax.Array, contract: Axes, batch: Axes = ((), ())) 
     return jax.lax.dot_general(
         a, b, (contract, batch), precision=precision_for(a.dtype), preferred_element_type=preferred
     )
+
+
+def _rows_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum over all rows of their outer products: (..., n), (..., m) -> (n, m).
+
+    XLA's CPU backend copies both operands into another order if there is more than one axis to contract. Elsewhere that is
+    a matter of layout, and separate axes keep their shardings.
+    """
+    if jax.default_backend() == "cpu":
+        a, b = a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b.reshape(math.prod(b.shape[:-1]), b.shape[-1])
+    rows = tuple(range(a.ndim - 1))
+    return product(a, b, (rows, rows))
 
 
 def _scaled(x: jax.Array, factor: jax.Array | int, *, ignore_zero: bool = False) -> jax.Array:
@@ -179,12 +192,11 @@ def linear_backward(self, grad_output, weight, output_mask):
     source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.linear.html
     """
     wants_input, *wants_others = output_mask
-    leading = tuple(range(grad_output.ndim - 1))
     grad_input = product(grad_output, jnp.conj(weight), ((grad_output.ndim - 1,), (0,))) if wants_input else None
     if not any(wants_others):
         return grad_input, None, None
-    grad_weight = product(grad_output, jnp.conj(self), (leading, leading))
-    return grad_input, grad_weight, jnp.sum(opmath(grad_output), leading)
+    grad_weight = _rows_product(grad_output, jnp.conj(self))
+    return grad_input, grad_weight, jnp.sum(opmath(grad_output), tuple(range(grad_output.ndim - 1)))
 
 
 def _grad_of_matmul(self, other):
@@ -230,9 +242,8 @@ def matmul_backward(grad, self, other, mask):
         grad_self = grad[..., None] * other
         return (grad_self if wants_self else None), (product(self, grad, (rows, rows)) if wants_other else None)
     if other.ndim == 2:  # (..., n, k) @ (k, m): one large product each
-        rows = tuple(range(grad.ndim - 1))
         grad_self = product(grad, other, ((grad.ndim - 1,), (1,))) if wants_self else None
-        return grad_self, product(self, grad, (rows, rows)) if wants_other else None
+        return grad_self, _rows_product(self, grad) if wants_other else None
     grad_self = matmul(grad, jnp.swapaxes(other, -1, -2)) if wants_self else None
     grad_other = matmul(jnp.swapaxes(self, -1, -2), grad) if wants_other else None
     return (
