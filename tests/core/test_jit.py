@@ -440,3 +440,28 @@ def test_a_step_writes_donated_state_in_place() -> None:
         run(x)
     copies = re.findall(r"f32\[8,8\]\S* copy\(%args", run.lower(x).compile().as_text())
     assert len(copies) <= 3  # the weights, which the backward may read late; not their moments
+
+
+@pytest.mark.parametrize("keep", [lambda g: g, lambda g: g.detach(), lambda g: g.view(-1), lambda g: g.T[0]])
+@pytest.mark.parametrize("clear", ["inside", "outside"])
+def test_gradients_that_are_kept_stay_as_they_were(keep, clear: str) -> None:
+    """A backward into an empty `.grad` makes a new tensor, in the compiled program's later calls too."""
+    layer = nn.Linear(3, 2).to("jax")
+
+    def step(x):
+        if clear == "inside":
+            layer.zero_grad()
+        layer(x).square().sum().backward()
+
+    run = torchax_core.jit(step)
+    kept = []
+    for i in range(5):
+        if clear == "outside":
+            layer.zero_grad()
+        run(torch.full((4, 3), float(i), device="jax"))
+        if i % 2 == 0:
+            kept.append((layer.weight.grad, keep(layer.weight.grad), layer.weight.grad.tolist()))
+    for i, (grad, view, expected) in enumerate(kept):
+        assert grad.tolist() == expected
+        assert view.tolist() == keep(torch.tensor(expected)).tolist()
+        assert (layer.weight.grad is grad) == (i == 2)

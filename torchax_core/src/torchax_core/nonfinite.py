@@ -115,7 +115,9 @@ class _Before:
 
     def __init__(self, program: Any, leaves: Sequence[Any]) -> None:
         stores = [*program.captured, *(t._store for t in leaves if isinstance(t, Tensor))]
-        grads = [tensor for tensor, *_ in program.grad_sets] + [t for t in leaves if isinstance(t, torch.Tensor)]
+        grads = [*program.gradients.cleared, *program.gradients.tensors] + [
+            t for t in leaves if isinstance(t, torch.Tensor)
+        ]
         self.grads = [(tensor, get_grad(tensor)) for tensor in grads if tensor.is_leaf]
         stores += [grad._store for _, grad in self.grads if isinstance(grad, Tensor)]
         self.arrays: dict[int, tuple[Storage, Any]] = {id(s): (s, s.array) for s in stores if not is_traced(s.array)}

@@ -27,6 +27,7 @@ from torchax_core import collector
 from torchax_core.arguments import Call, flatten, made_inside, same, unflatten, update
 from torchax_core.bridge import lay_out
 from torchax_core.convert import is_traced
+from torchax_core.gradients import Gradients
 from torchax_core.optimizers import tracing_optimizers
 from torchax_core.placement import Placed, constrain, several_devices, sharding_of, spread
 from torchax_core.rebinding import Output, Rebinding
@@ -34,7 +35,7 @@ from torchax_core.scaling import tracing_scalers
 from torchax_core.scopes import naming_modules
 from torchax_core.shardings import resolve, spread_prefix
 from torchax_core.tensor import Aval, Storage, Tensor, active, contiguous_stride, make_tensor, share_tensor, write_all
-from torchax_core.trace import Trace, get_grad, promote_placeholders, set_grad, watching_grads
+from torchax_core.trace import Trace, get_grad, promote_placeholders, watching_grads
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class Program:
         self.captured: list[Storage] = []
         self.writes: list[tuple[Any, int]] = []
         self.tensors: list[tuple[Tensor, Storage, bool]] = []
-        self.grad_sets: list[tuple[Tensor, Any, int, Aval]] = []
+        self.gradients = Gradients()
         self.born: list[tuple[weakref.ref[Storage], int]] = []
         self.differentiable: DifferentiableProgram | None = None
         self.compiled: Any = None
@@ -277,12 +278,12 @@ class Program:
                 grads.append((tensor, grad))
         for tensor, grad in grads:
             if grad is None:
-                self.grad_sets.append((tensor, None, -1, None))  # type: ignore[arg-type]
+                self.gradients.cleared.append(tensor)
             elif is_traced(grad._store.array):
-                self.grad_sets.append((tensor, grad, out(grad._array()), grad._aval))
+                self.gradients.add(tensor, grad, out(grad._array()))
         self.argument_grads = [(place, out(grad._array()), grad._aval) for place, grad in argument_grads]
         survivors = trace.survivors()
-        held = {id(g[1]._store) for g in self.grad_sets if g[1] is not None}
+        held = self.gradients.store_ids()
         if any(id(s) not in held for s in survivors):
             del survivors
             collector.collect_young()
@@ -593,9 +594,8 @@ class Program:
 
     @functools.cached_property
     def _written(self) -> tuple[list[Storage], list[int]]:
-        """Storages that take up outputs, state's and gradients', and the numbers of these."""
+        """State that takes up outputs, and the numbers of these."""
         found = [(target, at) for target, at in self.writes if target.__class__ is Storage]
-        found += [(grad._store, at) for _, grad, at, _ in self.grad_sets if grad is not None]
         return [store for store, _ in found], [at for _, at in found]
 
     @functools.cached_property
@@ -603,14 +603,10 @@ class Program:
         return [(target, at) for target, at in self.writes if target.__class__ is not Storage]
 
     @functools.cached_property
-    def _set_grads(self) -> tuple[list[Tensor], list[Any]]:
-        return [tensor for tensor, *_ in self.grad_sets], [grad for _, grad, *_ in self.grad_sets]
-
-    @functools.cached_property
     def replaced(self) -> dict[int, Any]:
         """For outputs that take the place of something: its storage, or the place of the argument that has it."""
         found = {at: target for target, at in self.writes}
-        found.update({at: tensor._store for tensor, grad, at, _ in self.grad_sets if grad is not None})
+        found.update({at: tensor._store for tensor, at in self.gradients.outputs()})
         found.update({at: place for place, at, _ in self.argument_grads})
         return found
 
@@ -646,11 +642,7 @@ class Program:
         write_all(stores, map(outputs.__getitem__, places))
         for place, at in self._written_arguments:
             leaves[place]._write(outputs[at])
-        if self.grad_sets:
-            tensors, grads = self._set_grads
-            for tensor, grad in zip(tensors, grads, strict=True):
-                if get_grad(tensor) is not grad:
-                    set_grad(tensor, grad)
+        self.gradients.put(outputs)
         for place, at, aval in self.argument_grads:
             leaf = leaves[place]
             grad = make_tensor(outputs[at], aval)
