@@ -343,6 +343,22 @@ def test_what_it_raises_arrives_and_nothing_is_left_behind(target, is_jax_functi
     same(gradient(call, x), gradient(call, X))
 
 
+def test_torch_code_that_calls_its_op_runs_once_in_every_form():
+    x = X.to("jax")
+    with ENV.override_op_definition("aten::relu", lambda self: torch.relu(self) * 3):
+        for result in (
+            torch.relu(x),
+            x.clone().relu_(),
+            torch.relu_(x.clone()),
+            torchax_core.jit(torch.relu_)(x.clone()),
+        ):
+            same(result, 3 * X)
+    with ENV.override_op_definition("aten::neg", lambda self: torch.neg(self) * 3):
+        same(torch.neg(x, out=torch.empty_like(x)), -3 * X)
+        with ENV.override_op_definition("aten::neg_", lambda self: self.copy_(torch.neg(self) + 1)):
+            same(x.clone().neg_(), -3 * X + 1)
+
+
 def test_explain_shows_the_chain():
     with override_op_definition("aten::selu", lambda self: self, is_jax_function=True):
         with ENV.override_op_definition("aten::selu", lambda self: self + 1):

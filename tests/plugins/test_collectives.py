@@ -24,9 +24,9 @@ c10d = torch.ops._c10d_functional
 def test_on_eight_devices():
     # the number of devices is fixed once jax has started, as it has here
     flags = "--xla_force_host_platform_device_count=8"
-    script = Path(__file__).with_name("collectives_on_eight_devices.py")
+    scripts = [str(Path(__file__).with_name(f"{what}_on_eight_devices.py")) for what in ("collectives", "overrides")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *scripts],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,

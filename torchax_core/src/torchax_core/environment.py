@@ -74,6 +74,7 @@ class Override:
         self.definition = definition
         self.active = True
         self.watched: list[Any] = []  # composite ops, for torch.func
+        self.running = threading.local()  # `now`: what it calls goes past it
 
     def undo(self) -> None:
         """Take the override back; in any order, and twice is no fault."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ class DecliningKernel:
         self.override = override
         self._make_following = following
         self._following: Any = None
-        self._running = threading.local()
 
     @property
     def definition(self) -> Any:
@@ -40,15 +38,16 @@ class DecliningKernel:
 
     def ask(self, call: Callable[[Any], Any]) -> Any:
         """`call` with the override's kernel, or with the following one where the override declines."""
-        if getattr(self._running, "now", False):
+        running = self.override.running  # of all its ops: exp_, by an override of exp, may call exp
+        if getattr(running, "now", False):
             return call(self.following)
-        self._running.now = True
+        running.now = True
         try:
             result = call(self.kernel)
         except Declined:
             result = NotImplemented
         finally:
-            self._running.now = False
+            running.now = False
         return call(self.following) if result is NotImplemented else result
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
