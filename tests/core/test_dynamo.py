@@ -18,7 +18,8 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.utils import _pytree as pytree
 
 import torchax_core
-from torchax_core.errors import DataDependentError
+from torchax_core import Config, Environment
+from torchax_core.errors import AccuracyError, DataDependentError, NonFiniteError
 from torchax_core.interop import call_torch
 
 
@@ -440,6 +441,14 @@ def test_cpu_model_trains_on_the_device_and_results_come_back() -> None:
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_cpu_result_that_the_backward_needs() -> None:
+    x = torch.rand(3).requires_grad_()
+    result = compiled(torch.sqrt, fullgraph=True)(x)
+    torch.testing.assert_close(result, x.sqrt())
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, 0.5 / x.detach().sqrt())
+
+
 @torch.no_grad()
 def test_cpu_weights_are_kept_in_step() -> None:
     model = nn.Linear(3, 2).eval()
@@ -608,6 +617,82 @@ def test_override_of_a_torch_function() -> None:
     with env.override_op_definition(name, lambda input, inplace=False: NotImplemented, is_jax_function=True):
         close(run(x).detach(), f(x.cpu()).detach())
     close(run(x).detach(), f(x.cpu()).detach())
+
+
+# -- names, and debug checks ---------------------------------------------------------------------
+
+
+class Rooted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Sequential(nn.LayerNorm(3), nn.GELU())])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return (x - 100).sqrt()  # NaN
+
+
+def programs_of(fn, *args) -> dict[str, str]:
+    """The programs that fn's forward and backward become, as StableHLO with locations."""
+    from torchax_core import graph_program
+
+    found: dict[str, str] = {}
+    original = graph_program._Program.run
+
+    def spying(self, inputs):
+        key = jax.random.key(0)
+        with jax.enable_x64(True):
+            lowered = self.compiled.lower(key, jnp.uint32(0), *self._arrays(inputs))
+        found["backward" if found else "forward"] = lowered.as_text(debug_info=True)
+        return original(self, inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_program._Program, "run", spying)
+        compiled(fn)(*args).sum().backward()
+    return found
+
+
+def test_programs_carry_the_names_of_modules() -> None:
+    model = Rooted().to("jax")
+    found = programs_of(lambda x: model(x) * 2, torch.randn(2, 3, device="jax"))
+    assert "Rooted/layers.1/0/native_layer_norm/" in found["forward"]
+    assert "Rooted/layers.0/" in found["forward"]
+    assert "backward/Rooted/layers.1/1/gelu_backward/" in found["backward"]
+
+
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+def test_debug_checks_name_the_op_and_the_line(device) -> None:
+    model = Rooted().to(device)
+    run = compiled(model)
+    x = torch.randn(2, 3).to(device)
+    zero = torch.zeros(3).to(device).requires_grad_()
+    with Environment(Config(debug_nans=True)):
+        with pytest.raises(
+            NonFiniteError, match=r"aten::sqrt made NaN at .*test_dynamo.py:\d+: return \(x - 100\).sqrt"
+        ):
+            run(x)
+        with pytest.raises(NonFiniteError, match=r"in backward \(SqrtBackward0, of aten::sqrt at .*test_dynamo.py"):
+            (compiled(lambda x: x.sqrt() * 0)(zero)).sum().backward()
+    with Environment(Config(debug_accuracy="raise")) as env:
+        assert run(x).isnan().all() and run(x).device.type == device
+        env.override_op_definition("aten::gelu", lambda self, approximate="none": self * 2, is_jax_function=True)
+        with pytest.raises(AccuracyError, match="aten::gelu differs from CPU torch at .*test_dynamo.py"):
+            run(x)
+    assert run(x).isnan().all()  # compiled again, nothing is looked at
+
+
+def test_debug_checks_leave_writes_to_cpu_tensors() -> None:
+    def f(x, state):
+        state.add_(x.sum())
+        return state * torch.ones(3), state
+
+    x, state = torch.ones(3), torch.zeros(3)
+    with Environment(Config(debug_nans=True)):
+        product, same = compiled(f)(x, state)
+    assert same is state
+    torch.testing.assert_close(state, torch.full((3,), 3.0))
+    torch.testing.assert_close(product, state)
 
 
 # -- being found ---------------------------------------------------------------------------------

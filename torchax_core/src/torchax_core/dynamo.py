@@ -27,6 +27,7 @@ from torchax_core.convert import is_traced
 from torchax_core.environment import current_env
 from torchax_core.errors import ConversionError
 from torchax_core.graph_program import GraphProgram
+from torchax_core.graph_run import run_watched
 from torchax_core.packs import host
 from torchax_core.tensor import DEVICE_TYPE, Tensor, active
 from torchax_core.whole import keeping_whole
@@ -100,6 +101,9 @@ class CompiledGraph:
         if active.trace is not None:
             return self.graph(*args)  # part of the program that is being traced
         environment = current_env()
+        watch = environment._watch
+        if watch is not None and watch.looks_inside:
+            return run_watched(self.graph, args)
         state = (environment, environment.version, torch.is_grad_enabled())
         known, found = self._last
         try:

@@ -27,6 +27,7 @@ from torchax_core.cpu_arrays import CpuArgument, shares_memory
 from torchax_core.dtypes import torch_dtype
 from torchax_core.environment import current_env
 from torchax_core.errors import DataDependentError, OperatorNotFound
+from torchax_core.graph_run import run_named
 from torchax_core.tensor import DEVICE, Aval, Tensor, active, make_tensor, share_tensor
 from torchax_core.trace import Trace, promote_placeholders
 from torchax_core.view import View, make_view
@@ -129,7 +130,7 @@ class _Program:
             try:
                 # at a first call, AOTAutograd watches custom ops in a mode that higher-order ops do not get through
                 with torch.no_grad(), _disable_current_modes():
-                    results = _run(graph, inner)
+                    results = _run(owner, inner)
                 wanted = [_Wanted(node, numbers.get(node), i < kept) for i, node in enumerate(results_of)]
                 return self._collect(trace, results, wanted, given)
             finally:
@@ -237,7 +238,7 @@ class _Program:
                 a._write(outputs[at])
             else:
                 a.copy_(torch_from_array(outputs[at]))
-        bases: dict[int, torch.Tensor] = {}
+        bases: dict[Any, torch.Tensor] = {}
         if not self.saved or _hooks(False) is not None:  # hooks want to see what is saved
             return [result.value(inputs, outputs, bases) for result in self.results]
         residuals = _residuals([outputs[at] for at in self.saved])
@@ -276,9 +277,9 @@ def _residuals(arrays: list[jax.Array]) -> Residuals:
     return tensor
 
 
-def _run(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+def _run(owner: GraphProgram, inputs: list[Any]) -> Any:
     try:
-        return graph(*inputs)
+        return run_named(owner.graph, inputs, "backward" if owner.name == "backward" else "")
     except TypeError as error:
         if "non-nested SymInt" not in str(error):
             raise
@@ -305,7 +306,7 @@ class _Constant:
     def __init__(self, constant: Any) -> None:
         self.constant = constant
 
-    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[int, torch.Tensor]) -> Any:
+    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[Any, torch.Tensor]) -> Any:
         return self.constant
 
 
@@ -315,7 +316,7 @@ class _Input:
     def __init__(self, place: int) -> None:
         self.place = place
 
-    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[int, torch.Tensor]) -> Any:
+    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[Any, torch.Tensor]) -> Any:
         return inputs[self.place]
 
 
@@ -327,7 +328,7 @@ class _Own:
         self.aval = aval
         self.cpu = cpu
 
-    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[int, torch.Tensor]) -> torch.Tensor:
+    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[Any, torch.Tensor]) -> torch.Tensor:
         return torch_from_array(outputs[self.at]) if self.cpu else make_tensor(outputs[self.at], self.aval)
 
 
@@ -347,15 +348,15 @@ class _Shared:
         self.offset = traced.storage_offset()
         self.view = (traced._path, traced._offsets) if isinstance(traced, View) else None
 
-    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[int, torch.Tensor]) -> torch.Tensor:
-        base = bases.get(self.at)
+    def value(self, inputs: list[Any], outputs: list[Any], bases: dict[Any, torch.Tensor]) -> torch.Tensor:
+        base = bases.get((self.at, self.cpu))
         if base is None:
             if self.cpu:
                 base = torch.empty_strided(self.base.shape, self.base.stride, dtype=self.base.dtype)
                 base.copy_(torch_from_array(outputs[self.at]))
             else:
                 base = make_tensor(outputs[self.at], self.base)
-            bases[self.at] = base
+            bases[self.at, self.cpu] = base
         if self.cpu:
             return base.as_strided(self.aval.shape, self.aval.stride, self.offset)
         assert isinstance(base, Tensor)

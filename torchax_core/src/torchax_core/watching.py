@@ -6,6 +6,7 @@ A call inside a jax trace has no values to look at: it runs unwatched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import os
@@ -26,7 +27,7 @@ from torchax_core.purity import in_jax
 from torchax_core.tensor import Tensor, active, tensors_among
 from torchax_core.variants import op_name
 
-__all__ = ["Call", "Check", "Watch", "checks_of"]
+__all__ = ["Call", "Check", "Watch", "at", "checks_of", "is_users"]
 
 Place = tuple[str, int]
 """A file and a line number."""
@@ -197,6 +198,11 @@ class Watch:
         """Whether jitted functions are to run op by op."""
         return any(check.jitted == "eager" for check in self.checks)
 
+    @property
+    def looks_inside(self) -> bool:
+        """Whether there is a check of ops, for which a compiled program has to be taken apart."""
+        return any(check.jitted for check in self.checks)
+
     def run_eagerly(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a jitted function does, without jit; tensors on the CPU are moved, as jit does."""
         args, kwargs = pytree.tree_map(lambda leaf: leaf.to(DEVICE_TYPE) if _elsewhere(leaf) else leaf, (args, kwargs))
@@ -262,18 +268,39 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether code in this file is none of torch's, jax's, torchax_core's or Python's own."""
     if file.startswith(_library_folders()) or f"{os.sep}jaxlib{os.sep}" in file:
         return False
     rest = file.removeprefix(_STDLIB)
     return rest == file or rest.startswith(("site-packages", "dist-packages"))
 
 
+class _At(threading.local):
+    place: Place | None = None
+
+
+_at = _At()
+
+
+@contextlib.contextmanager
+def at(place: Place | None) -> Iterator[None]:
+    """While it lasts, this thread is at that place in the user's code, whatever its stack says."""
+    before = _at.place
+    _at.place = place
+    try:
+        yield
+    finally:
+        _at.place = before
+
+
 def user_place() -> Place | None:
     """File and line of the innermost frame on this thread's stack outside torch, jax and torchax_core."""
+    if _at.place is not None:
+        return _at.place
     frame = sys._getframe(1)
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
