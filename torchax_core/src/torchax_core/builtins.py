@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from torchax_core.convert import array_from_numpy, array_from_torch, is_traced, torch_from_array, zeros_array
 from torchax_core.dtypes import jax_dtype
 from torchax_core.layouts import sparse_refused
+from torchax_core.lazy import LazyBuffer
 from torchax_core.overlap import check_elements_apart, check_shared_memory
 from torchax_core.placement import sharding_of
 from torchax_core.symbolic import symbol_of_array
@@ -278,6 +280,10 @@ def copy_(environment: Any, func: Any) -> Any:
             return self.copy_(to_cpu(src))  # type: ignore[arg-type]
         if 0 in self._aval.stride:
             check_elements_apart(self._aval.shape, self._aval.stride)
+        if is_lazy(src):  # of a lazy module: there is nothing to copy yet
+            if isinstance(src, UninitializedBuffer):
+                self.__class__ = LazyBuffer
+            return self
         if not isinstance(src, Tensor):
             if src.shape != self.shape:
                 src = src.expand(self.shape)

@@ -19,6 +19,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from torchax_core.forking import in_bad_fork
 from torchax_core.layouts import refuse_layouts
+from torchax_core.lazy import make_lazy_here
+from torchax_core.moving import keep_parameters
 from torchax_core.streams import Stream, current_stream, default_stream, stream
 from torchax_core.tensor import DEVICE, DEVICE_TYPE, Tensor
 from torchax_core.variants import find_op, op_name
@@ -202,6 +204,8 @@ def register() -> None:
         _register(find_op(name))
     _library.impl("_pin_memory", _pin_memory, "CPU")
     _take_part_in_foreach()
+    keep_parameters(_library)
+    make_lazy_here()
     # make_fx (torch.func.linearize) records constants of these types, and takes what becomes of others for constant, too
     proxies.HANDLED_TYPES += (Tensor, View)  # type: ignore[assignment]
     for kind in (Tensor, View):

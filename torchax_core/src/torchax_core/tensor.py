@@ -26,6 +26,7 @@ from torchax_core.symbolic import control_flow_error
 
 __all__ = [
     "DEVICE",
+    "INTERNAL",
     "Aval",
     "Storage",
     "Tensor",
@@ -240,17 +241,17 @@ class Tensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same values without gradient history; assigning makes this tensor be the one assigned."""
+        """The same values without gradient history; assigning makes this tensor be the one assigned, a CPU tensor too."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, Tensor):
-            raise RuntimeError(
-                f"Attempted to set the data of a tensor on device {self.device} to one on device {value.device}; move it "
-                "first, with `.to('jax')`."
-            )
-        become(self, value)
+        if isinstance(value, Tensor):
+            become(self, value)
+        else:
+            from torchax_core.moving import become_any
+
+            become_any(self, value)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """torch's; a trace is told, since results of a function that ran its own backward want no gradients."""
@@ -350,7 +351,7 @@ class Tensor(torch.Tensor):
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
-            if name not in _INTERNAL:
+            if name not in INTERNAL:
                 setattr(new, name, copy.deepcopy(value, memo))
         return new
 
@@ -424,7 +425,7 @@ def explained(error: Exception, func: Any) -> Any:
 
 _OWN = ("_store", "_aval", "_path", "_offsets", "_cache", "_seen")
 """The attributes that say what a Tensor or View is; all others are the user's, but for Parameter's mark."""
-_INTERNAL = frozenset({*_OWN, "_is_param", "_plain", "_carrier"})
+INTERNAL = frozenset({*_OWN, "_is_param", "_plain", "_carrier", "_kind"})
 
 
 def make_tensor(array: jax.Array, aval: Aval) -> Tensor:
