@@ -385,6 +385,7 @@ def ddp(options: dict[str, object], x: torch.Tensor, n: int) -> Tensors:
     model = Branching().to(x.device)
     options = dict(options)
     hook, accumulate = options.pop("hook", None), options.pop("accumulate", None)
+    branches: Callable[[int], bool] = options.pop("branches", lambda i: True)  # type: ignore[assignment]
     parallel = torch.nn.parallel.DistributedDataParallel(model, **options)
     if hook is not None:
         parallel.register_comm_hook(None, hook)
@@ -392,12 +393,17 @@ def ddp(options: dict[str, object], x: torch.Tensor, n: int) -> Tensors:
     def step(x: torch.Tensor, i: int) -> torch.Tensor:
         if accumulate:
             with parallel.no_sync():
-                parallel(x * 2, True).square().mean().backward()
-        loss = parallel(x, True).square().mean()
+                parallel(x * 2, branches(i)).square().mean().backward()
+        loss = parallel(x, branches(i)).square().mean()
         loss.backward()
         return loss
 
     return _trained(model, x, step)
+
+
+def some_ranks(i: int) -> bool:
+    """In the first step all take the branch, in the second nobody, in the third rank 0."""
+    return i == 0 or (i == 2 and dist.get_rank() == 0)
 
 
 def average_by_hand(x: torch.Tensor, n: int) -> Tensors:
@@ -416,13 +422,93 @@ def average_by_hand(x: torch.Tensor, n: int) -> Tensors:
         trained, average = model, average_gradients
 
     def step(x: torch.Tensor, i: int) -> torch.Tensor:
-        loss = trained(x, i != 1 and (i == 0 or dist.get_rank() == 0)).square().mean()
+        loss = trained(x, some_ranks(i)).square().mean()
         loss.backward()
         if average is not None:
             average(model)
         return loss
 
     return _trained(model, x, step)
+
+
+def overridden(x: torch.Tensor, n: int) -> Tensors:
+    """What overridden collectives give on device "jax": here in words, there by overrides. In a shard_map:
+    overrides_on_eight_devices.py."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    total, largest = all_reduce("sum", x, n)[0], all_reduce("max", x, n)[0]
+    if x.device.type == "cpu":
+        return [-x, *[3 * largest] * 4, *[-total] * 2, *[total] * 4, *ddp({"hook": bf16_compress_hook}, x, n)]
+    import threading
+
+    from torchax_core import Environment, default_env, override_op_definition
+
+    env, functional, in_place = default_env(), "_c10d_functional::all_reduce", "c10d::allreduce_"
+
+    def three_of_largest(input, reduce_op, group_name):
+        return 3 * torch.ops._c10d_functional.all_reduce(input, "max", group_name)
+
+    def negated(tensors, *rest):
+        result = torch.ops.c10d.allreduce_(tensors, *rest)
+        for tensor in tensors:
+            tensor.neg_()
+        return result
+
+    def in_bfloat16(tensors, *rest):
+        halves = [tensor.bfloat16() for tensor in tensors]
+        result = torch.ops.c10d.allreduce_(halves, *rest)
+        for tensor, half in zip(tensors, halves, strict=True):
+            tensor.copy_(half)
+        return result
+
+    def failing(*args, **kwargs):
+        raise ZeroDivisionError
+
+    def sum_of(x: torch.Tensor) -> torch.Tensor:
+        return functional_all_reduce("sum", x, n)[0]
+
+    found = []
+    with env.override_op_definition(functional, lambda input, *_: -input):
+        with env.override_op_definition(functional, lambda input, reduce_op, group_name: -input, is_jax_function=True):
+            found.append(sum_of(x))
+            levels = [source.level for source in env.explain(functional).chain[:3]]
+            assert levels == ["override", "override", "pack"], levels
+    with env.override_op_definition(functional, three_of_largest):
+        leaf = x.clone().requires_grad_()
+        result = sum_of(leaf)
+        result.backward(x)
+        found += [result, leaf.grad]
+    with override_op_definition(functional, three_of_largest):
+        found.append(sum_of(x))
+
+    def in_a_thread() -> None:
+        environment = Environment()
+        environment.override_op_definition(functional, three_of_largest)
+        with environment:
+            found.append(sum_of(x))
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    first = env.override_op_definition(in_place, lambda *_: NotImplemented)
+    second = env.override_op_definition(in_place, negated)
+    found += all_reduce("sum", x, n)
+    first.undo()
+    found += all_reduce("sum", x, n)
+    second.undo()
+    found += [*all_reduce("sum", x, n), sum_of(x)]
+    with env.override_op_definition(in_place, failing):
+        try:
+            dist.all_reduce(x.clone())
+        except ZeroDivisionError:
+            pass
+        else:
+            raise AssertionError("what an override raised did not arrive")
+    with env.override_op_definition(in_place, lambda *_: NotImplemented):
+        found += all_reduce("sum", x, n)
+    found += all_reduce("sum", x, n)
+    with env.override_op_definition(in_place, in_bfloat16):
+        return found + ddp({}, x, n)
 
 
 def sync_batch_norm(x: torch.Tensor, n: int) -> Tensors:
@@ -525,11 +611,25 @@ def cases(full: bool) -> list[Case]:
     kinds: dict[str, dict[str, object]] = {
         "": {"broadcast_buffers": True},
         ", bucket views, no_sync": {"gradient_as_bucket_view": True, "accumulate": True, "bucket_cap_mb": 0.0001},
+        ", find_unused_parameters": {"find_unused_parameters": True, "branches": some_ranks},
+        ", static_graph, bfloat16 hook": {
+            "static_graph": True,
+            "branches": lambda i: False,
+            "hook": bf16_compress_hook,
+        },
         ", hook": {"hook": allreduce_hook},
         ", bfloat16 hook": {"hook": bf16_compress_hook},
+        ", find_unused_parameters, bucket views, no_sync": {
+            "find_unused_parameters": True,
+            "branches": some_ranks,
+            "gradient_as_bucket_view": True,
+            "accumulate": True,
+        },
+        ", static_graph, bucket views": {"static_graph": True, "gradient_as_bucket_view": True},
     }
-    for kind, options in kinds.items() if full else list(kinds.items())[:2]:
+    for kind, options in kinds.items() if full else list(kinds.items())[:4]:
         found.append(Case(f"DDP{kind}", single, functools.partial(ddp, options), ranked=True, rounded=True))
+    found.append(Case("overrides", single, overridden, ranked=True, rounded=True))
     found.append(Case("average_gradients", single, average_by_hand, ranked=True, rounded=True))
     found.append(Case("SyncBatchNorm", single, sync_batch_norm, ranked=True, rounded=True))
     return found

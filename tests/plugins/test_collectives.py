@@ -120,6 +120,11 @@ def test_a_world_of_one():
         assert x.cpu().tolist() == out.cpu().tolist() == [0, 1, 2]
         with pytest.raises(ShapeError, match="must have one tensor for each of the 1 members, but has 2"):
             dist.all_gather([out, out], x)
+        model = torch.nn.Linear(3, 2).to("jax")
+        for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+            model.zero_grad()
+            torch.nn.parallel.DistributedDataParallel(model, **options)(x.view(1, 3)).sum().backward()
+            assert model.weight.grad.tolist() == [[0, 1, 2]] * 2
         with pytest.raises(CollectiveError, match="'band' is not defined for torch.float32"):
             dist.all_reduce(x, dist.ReduceOp.BAND)
     finally:

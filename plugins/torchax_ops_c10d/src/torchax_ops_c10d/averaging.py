@@ -1,4 +1,4 @@
-"""Data parallel training by hand, where DistributedDataParallel is not to wrap the module, or cannot (see the README)."""
+"""Data parallel training by hand, where DistributedDataParallel is not to wrap the module."""
 
 from __future__ import annotations
 

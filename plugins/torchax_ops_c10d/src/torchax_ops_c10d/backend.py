@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from torchax_ops_c10d import members, p2p
+from torchax_ops_c10d import members, p2p, reducer
 from torchax_ops_c10d.groups import CollectiveError, backend_of, unboxed
 
 __all__ = ["factor_of", "init_single_process", "register"]
@@ -49,6 +49,7 @@ def _create(options: Any, _: Any) -> Any:
     found = _members(options)
     if found is not None:
         members.register(options.group_id, backend, found)
+        reducer.install()
         if found.size > 1:
             p2p.connect(options)
     return backend

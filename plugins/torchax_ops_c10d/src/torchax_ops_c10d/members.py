@@ -17,7 +17,7 @@ from torchax_ops_c10d import groups
 from torchax_ops_c10d.groups import CollectiveError
 from torchax_ops_c10d.spmd import Axis
 
-__all__ = ["AxisMembers", "Members", "OneMember", "ProcessMembers", "members_of", "register", "wide"]
+__all__ = ["AxisMembers", "Members", "OneMember", "ProcessMembers", "has_processes", "members_of", "register", "wide"]
 
 
 def wide() -> Any:
@@ -142,6 +142,11 @@ def members_of(op: str, group: Any, size: int | None = None) -> Members:
             f"{op}: the call says that the group {groups.name_of(group)!r} has {size} members, but it has {members.size}."
         )
     return members
+
+
+def has_processes(group: Any) -> bool:
+    """Whether a group is one of the backend "jax" whose members are processes, or this process alone."""
+    return _of_processes(group) is not None
 
 
 def _of_processes(group: Any) -> Members | None:

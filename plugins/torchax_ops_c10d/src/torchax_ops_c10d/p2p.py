@@ -20,7 +20,7 @@ from torchax_ops_c10d import eager, groups, spmd
 from torchax_ops_c10d.groups import CollectiveError
 from torchax_ops_c10d.members import Members, members_of
 
-__all__ = ["connect", "disconnect", "permute_tensor", "point_to_point", "receive", "send", "shift"]
+__all__ = ["connect", "disconnect", "host_of", "permute_tensor", "point_to_point", "receive", "send", "shift"]
 
 # by group name: the gloo backend of the same processes
 _hosts: dict[str, Any] = {}
@@ -34,6 +34,14 @@ def connect(options: Any) -> None:
     _hosts[options.group_id] = dist.ProcessGroupGloo(
         store, options.group_rank, options.group_size, timeout=options.timeout
     )
+
+
+def host_of(name: str) -> Any:
+    """The gloo backend of a group of processes; of one process, one that is made now."""
+    gloo = _hosts.get(name)
+    if gloo is None:
+        gloo = _hosts[name] = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    return gloo
 
 
 def disconnect(name: str) -> None:
