@@ -123,7 +123,8 @@ def test_a_world_of_one():
         model = torch.nn.Linear(3, 2).to("jax")
         for options in ({"find_unused_parameters": True}, {"static_graph": True}):
             model.zero_grad()
-            torch.nn.parallel.DistributedDataParallel(model, **options)(x.view(1, 3)).sum().backward()
+            parallel = torch.nn.parallel.DistributedDataParallel(model, **options)
+            parallel(x.view(1, 3)).sum().backward()
             assert model.weight.grad.tolist() == [[0, 1, 2]] * 2
         with pytest.raises(CollectiveError, match="'band' is not defined for torch.float32"):
             dist.all_reduce(x, dist.ReduceOp.BAND)
