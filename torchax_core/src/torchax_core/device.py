@@ -21,7 +21,8 @@ from torchax_core.forking import in_bad_fork
 from torchax_core.layouts import refuse_layouts
 from torchax_core.lazy import make_lazy_here
 from torchax_core.moving import keep_parameters
-from torchax_core.streams import Stream, current_stream, default_stream, stream
+from torchax_core.storages import refuse_storages
+from torchax_core.streams import Event, Stream, current_stream, default_stream, stream
 from torchax_core.tensor import DEVICE, DEVICE_TYPE, Tensor
 from torchax_core.variants import find_op, op_name
 from torchax_core.view import View
@@ -97,6 +98,7 @@ class _DeviceModule(types.ModuleType):
         for d in jax.local_devices():
             jax.block_until_ready(jax.device_put(0.0, d) + 0)
 
+    Event = Event
     Stream = Stream
     current_stream = staticmethod(current_stream)
     default_stream = staticmethod(default_stream)
