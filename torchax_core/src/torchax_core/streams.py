@@ -1,6 +1,7 @@
-"""Streams of the device, for code that asks `torch.jax` for them: JAX runs what is dispatched in order, so there is one.
+"""Streams and events of the device, for code that asks `torch.jax` for them: JAX runs what is dispatched in order, so there
+is one stream, and waiting in it is nothing to do.
 
-torch.distributed.checkpoint copies tensors to the CPU on one.
+torch.distributed.checkpoint copies tensors to the CPU on one; fully_shard sends weights on several.
 Source: https://docs.pytorch.org/docs/stable/generated/torch.Stream.html
 """
 
@@ -13,7 +14,7 @@ import torch
 
 from torchax_core.tensor import DEVICE, DEVICE_TYPE
 
-__all__ = ["Stream", "current_stream", "default_stream", "stream"]
+__all__ = ["Event", "Stream", "current_stream", "default_stream", "stream"]
 
 
 class Stream:
@@ -39,6 +40,12 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         """Nothing to do: what comes later runs later."""
 
+    def record_event(self, event: Any = None) -> Event:
+        """An event after everything dispatched so far."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event  # type: ignore[no-any-return]
+
     def __enter__(self) -> Stream:
         return self
 
@@ -50,6 +57,37 @@ class Stream:
 
     def __hash__(self) -> int:
         return hash(DEVICE_TYPE)
+
+
+class Event:
+    """A point in the one stream.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.Event.html
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = DEVICE
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to do: JAX does not tell when something has run, so the point is not looked at."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to do: what comes later runs later."""
+
+    def query(self) -> bool:
+        """False: JAX does not tell whether something is still running."""
+        return False
+
+    def synchronize(self) -> None:
+        """Wait until everything dispatched so far has run, which is what the event stands after, and more."""
+        torch.get_device_module(DEVICE_TYPE).synchronize()
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Raises RuntimeError: JAX does not tell when something has run."""
+        raise RuntimeError(
+            "torch.jax.Event.elapsed_time: JAX does not tell when something has run. Call torch.jax.synchronize(), and read "
+            "time.perf_counter()."
+        )
 
 
 def current_stream(device: Any = None) -> Stream:
