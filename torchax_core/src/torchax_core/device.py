@@ -19,6 +19,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from torchax_core.forking import in_bad_fork
 from torchax_core.layouts import refuse_layouts
+from torchax_core.groups import announce_backend
 from torchax_core.lazy import make_lazy_here
 from torchax_core.moving import keep_parameters
 from torchax_core.storages import refuse_storages
@@ -208,12 +209,14 @@ def register() -> None:
     _take_part_in_foreach()
     keep_parameters(_library)
     make_lazy_here()
+    refuse_storages()
     # make_fx (torch.func.linearize) records constants of these types, and takes what becomes of others for constant, too
     proxies.HANDLED_TYPES += (Tensor, View)  # type: ignore[assignment]
     for kind in (Tensor, View):
         torch.utils.data._utils.collate.default_collate_fn_map[kind] = _collate
 
 
+    announce_backend()
 def _take_part_in_foreach() -> None:
     """Let optimizers and `clip_grad_norm_` choose their foreach form for tensors of ours, as they do on every accelerator:
     one program for all parameters. torch asks for the exact type; subclasses are added to its lists, as DTensor is."""

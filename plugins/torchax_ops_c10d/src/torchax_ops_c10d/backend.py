@@ -28,7 +28,8 @@ __all__ = ["factor_of", "init_single_process", "register"]
 
 def register() -> None:
     """Make the backend "jax" known to torch.distributed. Called by torch, which finds it through its entry point."""
-    if "JAX" not in dist.Backend._plugins:
+    known = dist.Backend._plugins.get("JAX")
+    if known is None or known.creator_fn is not _create:  # torch before 2.14 knows the name from torchax-core
         dist.Backend.register_backend("jax", _create, extended_api=True, devices=["jax"])
 
 
