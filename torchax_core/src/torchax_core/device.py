@@ -18,8 +18,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from torchax_core.forking import in_bad_fork
-from torchax_core.layouts import refuse_layouts
 from torchax_core.groups import announce_backend
+from torchax_core.layouts import refuse_layouts
 from torchax_core.lazy import make_lazy_here
 from torchax_core.moving import keep_parameters
 from torchax_core.storages import refuse_storages
@@ -203,20 +203,20 @@ def register() -> None:
     _library = torch.library.Library("aten", "IMPL")  # noqa: TOR901 - kept alive for as long as the process
     torch.serialization.register_package(15, _tag, _restore)
     refuse_layouts()
+    refuse_storages()
     for name in ("aten::empty.memory_format", "aten::empty_strided", "aten::_copy_from", "aten::_copy_from_and_resize"):
         _register(find_op(name))
     _library.impl("_pin_memory", _pin_memory, "CPU")
     _take_part_in_foreach()
     keep_parameters(_library)
     make_lazy_here()
-    refuse_storages()
+    announce_backend()
     # make_fx (torch.func.linearize) records constants of these types, and takes what becomes of others for constant, too
     proxies.HANDLED_TYPES += (Tensor, View)  # type: ignore[assignment]
     for kind in (Tensor, View):
         torch.utils.data._utils.collate.default_collate_fn_map[kind] = _collate
 
 
-    announce_backend()
 def _take_part_in_foreach() -> None:
     """Let optimizers and `clip_grad_norm_` choose their foreach form for tensors of ours, as they do on every accelerator:
     one program for all parameters. torch asks for the exact type; subclasses are added to its lists, as DTensor is."""
