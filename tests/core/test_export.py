@@ -189,6 +189,48 @@ def test_composites_are_named_in_the_stablehlo() -> None:
     assert "stablehlo.composite" not in plain.mlir_module()
 
 
+def test_composites_of_dynamic_shapes_are_kept_for_other_compilers(tmp_path) -> None:
+    model = Attention().eval()
+    program = export(model, (torch.randint(0, 10, (3, 5)),), dynamic_shapes=({0: Dim("batch", max=64)},))
+    weights, exported = exported_program_to_stablehlo(program)
+    text = exported.composites.mlir_module()
+    assert 'stablehlo.composite "aten.scaled_dot_product_attention"' in text
+    assert text.count('stablehlo.composite "aten.linear"') == 2
+    # a composite has its op's operands, and no size besides
+    assert re.search(r'composite "aten.linear" %\S+, %\S+, %\S+ \{.*\(tensor<\?x5x8xf32>, tensor<24x8xf32>', text)
+    x = torch.randint(0, 10, (7, 5))
+    close(exported.call(weights, (array(x),), {}), model(x))
+    save(tmp_path / "m.zip", program)
+    weights, loaded = load(tmp_path / "m.zip")
+    close(loaded.call(weights, (array(x),), {}), model(x))
+
+
+def test_composites_for_several_platforms() -> None:
+    model = nn.Sequential(nn.LogSoftmax(-1)).eval()
+    x = torch.randn(2, 3)
+    weights, exported = exported_program_to_stablehlo(export(model, (x,)), platforms=["cpu", "tpu"])
+    assert 'stablehlo.composite "aten.log_softmax"' in exported.mlir_module()
+    close(exported.call(weights, (array(x),), {}), model(x))
+    # what depends on the platform is called as a function, which is told the platform
+    linear = nn.Linear(3, 2).eval()
+    weights, exported = exported_program_to_stablehlo(export(linear, (x,)), platforms=["cpu", "tpu"])
+    close(exported.call(weights, (array(x),), {}), linear(x))
+
+
+def test_composites_have_derivatives_and_batches() -> None:
+    model = Attention().eval()
+    ids = torch.randint(0, 10, (2, 5))
+    weights, forward = exported_program_to_jax(export(model, (ids,)), composites=True)
+    gradients = jax.grad(lambda w: forward(w, (array(ids),)).sum())(weights)
+    model(ids).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            torchax_core.convert.torch_from_array(gradients[name]), parameter.grad, rtol=1e-4, atol=1e-5
+        )
+    batched = jax.vmap(lambda x: forward(weights, (x,)))(jnp.stack([array(ids), array(ids)]))
+    close(batched[1], model(ids))
+
+
 def test_overrides_are_exported(env) -> None:
     x = torch.randn(3)
 

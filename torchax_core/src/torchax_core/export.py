@@ -30,6 +30,7 @@ from torchax_core.convert import array_from_torch
 from torchax_core.dtypes import jax_dtype
 from torchax_core.environment import current_env
 from torchax_core.errors import ConversionError, OperatorNotFound
+from torchax_core.hlo_composite import composite
 from torchax_core.kernel import DirectKernel
 from torchax_core.overrides import DecliningKernel
 from torchax_core.purity import PureTrace
@@ -48,8 +49,8 @@ def exported_program_to_jax(
 ) -> tuple[dict[str, jax.Array], Callable[..., Any]]:
     """A torch.export program as its weights and a pure JAX function.
 
-    composites: put ops that torch kept whole (linear, attention) into `jax.lax.composite`, which StableHLO keeps and a
-        compiler may know by name; in programs with static shapes only. jax cannot differentiate through those.
+    composites: make a `stablehlo.composite`, which a compiler may know by name, of each op that torch kept whole (linear,
+        attention). Compiling a program of dynamic dimensions that is exported with them is other compilers' business.
     Returns (weights, function). weights: arrays by name: parameters, buffers and constants.
     function(weights, args, kwargs={}, *, key=None): args and kwargs as the program was exported with, arrays for tensors;
         `key`, a jax random key, for programs that draw random numbers. Returns what the module returns, with arrays for
@@ -68,15 +69,32 @@ def exported_program_to_stablehlo(
 
     Dimensions that are dynamic in the program are symbolic in it, with the constraints of the program's ranges.
     platforms: "cpu", "cuda", "tpu"; default: the present one.
+    composites: keep ops that torch kept whole as `stablehlo.composite`. XLA cannot run composites of dynamic shapes: with dynamic
+        dimensions the program itself has none, and `exported.composites` is the one that other compilers read.
     Returns (weights, exported): `exported.call(weights, args, kwargs)`, `exported.mlir_module()`, `exported.serialize()`.
     """
-    runner = _Runner(program, composites)
     args, kwargs = input_avals(program)
-    with jax.enable_x64(True):
-        weights = {name: jax.typeof(array) for name, array in runner.weights.items()}
-        shapes = {name: jax.ShapeDtypeStruct(aval.shape, aval.dtype) for name, aval in weights.items()}
-        exported = jax_export.export(jax.jit(runner), platforms=platforms)(shapes, args, kwargs)
-    return runner.weights, exported
+
+    def exported(runner: _Runner) -> jax_export.Exported:
+        with jax.enable_x64(True):
+            weights = {name: jax.typeof(array) for name, array in runner.weights.items()}
+            shapes = {name: jax.ShapeDtypeStruct(aval.shape, aval.dtype) for name, aval in weights.items()}
+            return jax_export.export(jax.jit(runner), platforms=platforms)(shapes, args, kwargs)
+
+    runner = _Runner(program, composites)
+    named = exported(runner)
+    if "stablehlo.composite" not in named.mlir_module() or not program.range_constraints:
+        return runner.weights, named
+    plain = exported(_Runner(program, False))
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+    return runner.weights, ExportedWithComposites(**fields, composites=named)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedWithComposites(jax_export.Exported):
+    """A program of dynamic shapes that runs without composites, and the same with them, for compilers that know them."""
+
+    composites: jax_export.Exported
 
 
 def save(path: str | Path, program: ExportedProgram, **options: Any) -> jax_export.Exported:
@@ -98,6 +116,8 @@ def save(path: str | Path, program: ExportedProgram, **options: Any) -> jax_expo
     with zipfile.ZipFile(unfinished, "w") as file:
         file.writestr("weights.json", json.dumps(entries, indent=1))
         file.writestr("program", bytes(exported.serialize()))
+        if isinstance(exported, ExportedWithComposites):
+            file.writestr("composites", exported.composites.mlir_module_serialized)
         for name, array in weights.items():
             file.writestr(names[name], np.asarray(array).tobytes())
     unfinished.replace(path)
@@ -183,8 +203,7 @@ class _Runner:
     __name__ = "exported_program"
 
     def __init__(self, program: ExportedProgram, composites: bool) -> None:
-        # jax 0.10 lowers a composite without the dimension variables that its decomposition then takes
-        self.composites = composites and not program.range_constraints
+        self.composites = composites
         self.environment = current_env()
         with self.environment:
             functional = _decomposed(program) if program.range_constraints else program.run_decompositions({})
@@ -355,7 +374,7 @@ class _Interpreter:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, jax.core.Tracer))]
         structure: list[Any] = []
 
-        def body(*arrays: Any, **_: Any) -> Any:
+        def body(*arrays: Any) -> Any:
             full = list(leaves)
             for place, array in zip(places, arrays, strict=True):
                 full[place] = array
@@ -368,7 +387,7 @@ class _Interpreter:
         given = dict(zip(names, args, strict=False)) | kwargs
         attributes = {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
         name = func._schema.name.replace("::", ".")
-        flat = jax.lax.composite(body, name)(*[leaves[i] for i in places], **attributes)
+        flat = composite(body, name, [leaves[i] for i in places], attributes)
         return pytree.tree_unflatten(list(flat), structure[0])
 
 
