@@ -23,10 +23,10 @@ ops = OpSet("torchax_ops_aten.attention", depends_on=torch.get_float32_matmul_pr
 
 def _safe_softmax(logits: jax.Array) -> jax.Array:
     """Softmax over the last axis in which a row of nothing but -inf gives zeros, where the formula gives NaN."""
-    highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
-    weights = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0, highest))
-    total = weights.sum(-1, keepdims=True)
-    return weights / jnp.where(total == 0, 1, total)
+    lowest = jnp.finfo(logits.dtype).min  # not -inf, which taken from itself is NaN
+    weights = jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=lowest)))
+    # a sum is at least 1, the largest one's, unless all are 0
+    return weights / jnp.maximum(weights.sum(-1, keepdims=True), 0.5)
 
 
 def _causal(length: int, source: int) -> jax.Array:
