@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
-import timm
 import torch
 import transformers as hf
 import typer
@@ -73,7 +72,12 @@ def _other(model: Any, config: Any, inputs: dict[str, tuple[int, ...]], **settin
 
 
 def _timm(name: str, size: int = 64) -> Case:
-    return lambda: (timm.create_model(name, num_classes=10), {"x": torch.randn(2, 3, size, size)})
+    def make() -> tuple[torch.nn.Module, Inputs]:
+        import timm  # it needs torchvision, which the models of transformers do without (`make setup VISION=`)
+
+        return timm.create_model(name, num_classes=10), {"x": torch.randn(2, 3, size, size)}
+
+    return make
 
 
 _IMAGE = {"pixel_values": (2, 3, 32, 32)}
