@@ -10,9 +10,11 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import torchax_core
 
@@ -31,6 +33,40 @@ def test_factories_and_contexts() -> None:
         torch.set_default_device(None)
     assert torch.accelerator.current_accelerator() == torch.device("jax")
     assert torch.jax.device_count() == 1
+
+
+MAKERS = {
+    "tensor": lambda: torch.tensor(0, device="jax"),
+    "tensor with gradients": lambda: torch.tensor([1.0, 2.0], device="jax", requires_grad=True),
+    "new_tensor": lambda: torch.ones(2, device="jax").new_tensor([1, 2]),
+    "as_tensor": lambda: torch.as_tensor(3, device="jax"),
+    "as_tensor of numpy": lambda: torch.as_tensor(np.ones(3), device="jax"),
+    "asarray": lambda: torch.asarray([1, 2], device="jax"),
+    "from_numpy": lambda: torch.from_numpy(np.ones(3)).to("jax"),
+    "scalar_tensor": lambda: torch.scalar_tensor(2.0, device="jax"),
+    "full": lambda: torch.full((2,), 1.0, device="jax"),
+    "arange": lambda: torch.arange(3, device="jax"),
+    "rand": lambda: torch.rand(3, device="jax"),
+    "randint": lambda: torch.randint(0, 3, (3,), device="jax"),
+    "randperm": lambda: torch.randperm(3, device="jax"),
+    "normal": lambda: torch.normal(0.0, 1.0, (3,), device="jax"),
+    "empty_strided": lambda: torch.empty_strided((2, 2), (1, 2), device="jax"),
+    "module": lambda: nn.Linear(2, 2, device="jax").weight.detach(),
+    "default device": lambda: torch.tensor([1]),
+}
+
+
+def test_factories_make_fake_tensors_under_a_mode() -> None:
+    mode = FakeTensorMode()
+    for name, make in MAKERS.items():
+        with torch.device("jax"):
+            real = make()
+            with mode:
+                fake = make()
+        assert isinstance(real, torchax_core.Tensor), name
+        assert isinstance(fake, FakeTensor) and fake.device == real.device, name
+        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride()), name
+        assert fake.requires_grad == real.requires_grad, name
 
 
 @pytest.mark.parametrize(

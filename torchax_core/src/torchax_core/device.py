@@ -7,6 +7,7 @@ Source: https://docs.pytorch.org/docs/stable/notes/custom_backends.html
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from typing import Any
 
@@ -188,6 +189,11 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
         return True
 
 
+class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[name-defined,misc]
+    # C++ asks several times for each gradient of a backward; this is answered without running a Python function
+    type_ = itertools.repeat(torch._C._autograd.DeviceType.PrivateUse1).__next__
+
+
 def register() -> None:
     """Make the name "jax" a torch device, `torch.jax` its module, and this package its kernels."""
     global _library
@@ -199,9 +205,12 @@ def register() -> None:
             f"torch's one slot for a device from outside (PrivateUse1) is taken by {current!r}; torchax_core needs it for "
             "'jax'. Use the two in separate processes."
         )
-    _setup_privateuseone_for_python_backend(DEVICE_TYPE, _DeviceModule(), hook=_Hooks())
+    _setup_privateuseone_for_python_backend(DEVICE_TYPE, _DeviceModule(), hook=_Hooks(), device_guard=_Guard())
     _library = torch.library.Library("aten", "IMPL")  # noqa: TOR901 - kept alive for as long as the process
     torch.serialization.register_package(15, _tag, _restore)
+    # torch.tensor(..., device="jax") makes a CPU tensor, tells modes of it, and moves that; without this, modes (fake tensors,
+    # graphs being traced) hear of the moved one only, which is a real tensor. Where there is no mode, the result is the same.
+    torch._C._set_only_lift_cpu_tensors(True)
     refuse_layouts()
     refuse_storages()
     for name in ("aten::empty.memory_format", "aten::empty_strided", "aten::_copy_from", "aten::_copy_from_and_resize"):

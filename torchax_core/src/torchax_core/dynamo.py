@@ -34,10 +34,6 @@ from torchax_core.whole import keeping_whole
 
 __all__ = ["backend"]
 
-# While torch.tensor(..., device="jax") is traced, it makes a stand-in on the CPU and moves that; without this, it would
-# make the tensor itself, which no graph can hold. Where nothing is traced, the result is the same.
-torch._C._set_only_lift_cpu_tensors(True)
-
 # Where dynamo runs code that it has not compiled, our own frames and JAX's are none of its business; the models of our
 # benchmarks are.
 torch._dynamo.trace_rules.SKIP_DIRS += [

@@ -155,7 +155,11 @@ class _Flatten:
     def __get__(self, tensor: Tensor | None, owner: type) -> Callable[..., tuple[list[str], Any]]:
         if tensor is not None and "_plain" in tensor.__dict__:
             raise AttributeError("__tensor_flatten__")
-        return lambda *_: (["_carrier"], None)
+        return _flattened
+
+
+def _flattened(*_: Any) -> tuple[list[str], Any]:
+    return ["_carrier"], None
 
 
 class Tensor(torch.Tensor):
