@@ -42,12 +42,11 @@ def keep_parameters(library: torch.library.Library) -> None:
 
 
 def _fits(self: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether `self.data = other` will do. C++ asks too, in its own assignment, which is only for two tensors of ours."""
+    """Whether `self.data = other` will do. C++ asks too, in its own assignment, which is only for two of a kind."""
     if isinstance(self, Tensor) and not isinstance(other, Tensor):
         if is_lazy(self) or sys._getframe(1).f_code in _APPLY.co_consts:
             return _plain(other)
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return torch.ops.aten._has_compatible_shallow_copy_type.default._op_dk(key, self, other)
+    return torch._C._dispatch_keys(self) == torch._C._dispatch_keys(other)  # C++'s own rule for this device
 
 
 def _plain(x: torch.Tensor) -> bool:
