@@ -52,7 +52,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 4)),
     "parametrized weight_norm": lambda: parametrizations.weight_norm(nn.Linear(3, 4)),
     "parametrized spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 4)),
-    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 4)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 4), orthogonal_map="cayley"),
     "pruned": masked,
     "tied": Tied,
     "with views": WithViews,
@@ -212,3 +212,15 @@ def test_a_lazy_module_takes_weights_before_it_has_run(device: str) -> None:
     assert module.weight.shape == (4, 3) and module.weight.device.type == device
     copied = pickle.loads(pickle.dumps(nn.LazyLinear(4, device=device).weight))
     assert nn.parameter.is_lazy(copied) and copied.requires_grad and copied.device.type == device
+
+
+def test_a_parameter_that_cannot_move_keeps_its_gradient() -> None:
+    class Slotted(nn.Parameter):
+        __slots__ = ("mark",)
+
+    module = nn.Linear(3, 4)
+    module.weight = Slotted(torch.ones(4, 3))
+    trained(module, torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
+        module.to("jax")
+    assert module.weight.grad.sum() != 0 and type(module.weight) is Slotted

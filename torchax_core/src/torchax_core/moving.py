@@ -83,10 +83,13 @@ def become_any(target: torch.Tensor, source: torch.Tensor) -> None:
         target.grad = None
     if requires_grad and not lazy and not target.is_inference():
         torch.autograd.graph.get_gradient_edge(target).node.register_prehook(_refuse)
-    _exchange(target, source.detach().requires_grad_(requires_grad), lazy)
-    if gradient is not None:
-        become_any(gradient, gradient.detach().to(target.device))
-        target.grad = gradient
+    try:
+        _exchange(target, source.detach().requires_grad_(requires_grad), lazy)
+        if gradient is not None:
+            become_any(gradient, gradient.detach().to(target.device))
+    finally:
+        if gradient is not None:
+            target.grad = gradient
 
 
 def _refuse(gradients: Any) -> NoReturn:
