@@ -327,6 +327,13 @@ def _checkpointed(x, reentrant):
     return checkpoint(lambda x: x.sin().cos(), x, use_reentrant=reentrant).sum()
 
 
+straight, with_setup = Straight.apply, WithSetup.apply  # taken before anything is traced
+
+
+def _taken(x):
+    return (straight(x * 2, 5) * with_setup(x, x.sin())[0]).sum()
+
+
 FUNCTIONS = [
     lambda x: (Straight.apply(x * 2, 5) * x).sum(),
     _setup,
@@ -335,13 +342,14 @@ FUNCTIONS = [
     lambda x: _checkpointed(x, True),
     lambda x: _checkpointed(x, False),
     lambda x: (SavesResult.apply(x) * x).sum(),
+    _taken,
 ]
 
 
 @pytest.mark.parametrize(
     "function",
     FUNCTIONS,
-    ids=["straight", "setup_context", "in_place", "inner", "reentrant", "checkpoint", "saves result"],
+    ids=["straight", "setup_context", "in_place", "inner", "reentrant", "checkpoint", "saves result", "taken"],
 )
 def test_autograd_functions_bring_their_backward(function) -> None:
     values = [1.2, 2.6, 3.1]
@@ -364,10 +372,26 @@ def test_autograd_functions_bring_their_backward(function) -> None:
     torchax_core.jit(lambda: function(weight).backward())()
     close(weight.grad, x.grad)
     assert torch.autograd.Function.__dict__["apply"] is before
+    assert "__getattribute__" not in torch.autograd.function.FunctionMeta.__dict__
 
 
 class Batched(WithSetup):
     generate_vmap_rule = True
+
+
+batched = Batched.apply
+
+
+def test_a_custom_backward_under_torch_vmap_is_jaxs_too():
+    values = [1.2, 2.6, 3.1]
+
+    def function(x, apply):
+        return torch.func.vmap(lambda x: apply(x, x.sin())[0])(x).sum()
+
+    x = torch.tensor(values, requires_grad=True)
+    function(x, Batched.apply).backward()
+    for apply in (lambda *args: Batched.apply(*args), batched):
+        close(jax.grad(interop.jax_view(lambda x, apply=apply: function(x, apply)))(jnp.array(values)), x.grad)
 
 
 def test_a_custom_backward_under_torch_func_in_a_trace():

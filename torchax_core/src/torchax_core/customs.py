@@ -11,15 +11,17 @@ Source: https://docs.jax.dev/en/latest/_autosummary/jax.custom_vjp.html
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.autograd.function import _SingleLevelFunction
+from torch._functorch import autograd_function as vmapped
+from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchax_core import trees
@@ -46,6 +48,7 @@ def tracing_functions() -> Iterator[None]:
             _depth -= 1
             if _depth == 0:
                 torch.autograd.Function.apply = _original  # type: ignore[method-assign]
+                del FunctionMeta.__getattribute__
 
 
 _original: Any = torch.autograd.Function.__dict__["apply"]
@@ -53,12 +56,13 @@ _original: Any = torch.autograd.Function.__dict__["apply"]
 
 def _install() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        trace = active.trace
-        if trace is None or cls.__module__.startswith("torchax_") or under_torch_func(args):
-            return _original.__get__(None, cls)(*args, **kwargs)
-        return _apply(cls, _original.__get__(None, cls), args, kwargs)
+        original = _original.__get__(None, cls)
+        if active.trace is None or cls.__module__.startswith("torchax_") or under_torch_func(args):
+            return original(*args, **kwargs)
+        return _apply(cls, original, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    FunctionMeta.__getattribute__ = _asked  # type: ignore[method-assign, assignment]
 
 
 def under_torch_func(args: tuple[Any, ...]) -> bool:
@@ -93,6 +97,10 @@ class _Context:
     def set_materialize_grads(self, value: bool) -> None:
         self.materialize = value
 
+    def kept(self) -> tuple[Any, dict[str, Any]]:
+        """The tensors saved, and what else was put here."""
+        return self.saved_tensors, {n: v for n, v in self.__dict__.items() if n not in _OF_CONTEXT}
+
 
 def _apply(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (
@@ -100,28 +108,44 @@ def _apply(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     ):  # torch.utils.checkpoint(use_reentrant=True): the same values and gradients, unsaved or not
         run, _, *inner = args
         return run(*inner)
-    before = [(i, a, a._array()) for i, a in enumerate(args) if isinstance(a, Tensor) and _is_inexact(a)]
-    for _, tensor, _ in before:
-        active.trace.lift(tensor)
-    before = [(i, a, a._array()) for i, a, _ in before]
+    before = _before(args)
     recorded = torch.is_grad_enabled() and any(a.requires_grad for _, a, _ in before)
-    if not recorded and cls.jvp is not torch.autograd.Function.jvp:
+    if not recorded and _has_jvp(cls):
         return _with_jvp(cls, args, kwargs, before)
-    result = original(*args, **kwargs) if recorded else None
     if recorded:
+        _taken.known = cls
+        result = original(*args, **kwargs)
         outputs = [o for o in _tuple(result) if isinstance(o, Tensor)]
         context = next((o.grad_fn for o in outputs if o.grad_fn is not None), None)
         if context is None:
             return result
         saved, attributes = context.saved_tensors, dict(context.__dict__)  # type: ignore[attr-defined]
-        needs = tuple(context.needs_input_grad)  # type: ignore[attr-defined]
-        materialize = True
-    else:
-        made = _Context(tuple(isinstance(a, Tensor) and _is_inexact(a) for a in args))
-        with torch.no_grad():
-            result = _run_forward(cls, made, args, kwargs)
-        saved, needs, materialize = made.saved_tensors, made.needs_input_grad, made.materialize
-        attributes = {n: v for n, v in made.__dict__.items() if n not in _OF_CONTEXT}
+        _attach(cls, before, result, (saved, attributes), tuple(context.needs_input_grad), True)  # type: ignore[attr-defined]
+        return result
+    made = _Context(tuple(isinstance(a, Tensor) and _is_inexact(a) for a in args))
+    with torch.no_grad():
+        result = _run_forward(cls, made, args, kwargs)
+    _attach(cls, before, result, made.kept(), made.needs_input_grad, made.materialize)
+    return result
+
+
+def _before(args: Sequence[Any]) -> list[tuple[int, Tensor, Any]]:
+    """Number, tensor and array of each argument that has derivatives."""
+    tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, Tensor) and _is_inexact(a)]
+    for _, tensor in tensors:
+        active.trace.lift(tensor)
+    return [(i, tensor, tensor._array()) for i, tensor in tensors]
+
+
+def _attach(
+    cls: Any, before: list[Any], result: Any, kept: tuple[Any, Any], needs: tuple[bool, ...], materialize: bool
+) -> None:
+    """Let the derivatives of what a Function has returned be its backward's.
+
+    before: number, tensor and array of each argument that has derivatives, as they were before the forward.
+    kept:   the tensors that the forward has saved, and what else it has put into its context.
+    """
+    saved, attributes = kept
     leaves, spec = trees.flatten((tuple(saved), attributes))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     residuals = [leaves[i]._array() for i in places]
@@ -160,7 +184,88 @@ def _apply(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     )
     for output, array in zip(outputs, attached, strict=True):
         output._write(array)
+
+
+# -- an `apply` taken before the trace --------------------------------------------------------------
+
+
+class _Taken(threading.local):
+    """Of the C++ call of a Function that is about to begin in this thread: `known`, its class, if `_apply` makes it; `entered`,
+    its class, if nobody of ours does; and what its forward has left for its setup_context."""
+
+    known: Any = None
+    entered: Any = None
+    pending: Any = None
+
+
+_taken = _Taken()
+
+
+def _asked(cls: Any, name: str) -> Any:
+    """`cls.name`, of a Function, while something traces. C++'s apply, which somebody may have taken before anything was traced
+    (`straight = Straight.apply`), asks for `_backward_cls`, then for `forward`: it is given one that attaches the backward."""
+    value = type.__getattribute__(cls, name)
+    if name == "_backward_cls":
+        entered = active.trace is not None and _taken.known is not cls and not cls.__module__.startswith("torchax_")
+        _taken.entered = cls if entered and issubclass(cls, torch.autograd.Function) else None
+        _taken.known = _taken.pending = None
+    elif name == "forward" and _taken.entered is cls:
+        _taken.entered = None
+        return functools.partial(_forward_of_taken, cls, value)
+    elif name == "setup_context" and _taken.pending is not None and _taken.pending[0] is cls:
+        return functools.partial(_setup_of_taken, cls, value)
+    return value
+
+
+def _forward_of_taken(cls: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """A forward as C++ calls it: with its context, or without where there is a setup_context."""
+    apart = cls.setup_context is not _SingleLevelFunction.setup_context
+    inputs = args if apart else args[1:]
+    if under_torch_func(inputs) or cls is CheckpointFunction:  # jax differentiates what that one runs
+        return forward(*args, **kwargs)
+    before = _before(inputs)
+    recorded = any(a.requires_grad for _, a, _ in before)
+    if not recorded and _has_jvp(cls):
+        return _with_jvp(cls, inputs, kwargs, before)
+    if apart:
+        result = forward(*args, **kwargs)
+        _taken.pending = (cls, before, recorded)
+        return result
+    context = args[0] if recorded else _unrecorded(inputs)
+    result = forward(context, *inputs, **kwargs)
+    _attach_of_taken(cls, before, result, context)
     return result
+
+
+def _setup_of_taken(cls: Any, setup_context: Any, context: Any, inputs: Any, output: Any) -> Any:
+    _, before, recorded = _taken.pending
+    _taken.pending = None
+    context = context if recorded else _unrecorded(inputs)
+    setup_context(context, inputs, output)
+    _attach_of_taken(cls, before, output, context)
+
+
+def _unrecorded(inputs: Any) -> _Context:
+    return _Context(tuple(isinstance(a, Tensor) and _is_inexact(a) for a in inputs))
+
+
+def _attach_of_taken(cls: Any, before: list[Any], result: Any, context: Any) -> None:
+    if isinstance(context, _Context):
+        _attach(cls, before, result, context.kept(), context.needs_input_grad, context.materialize)
+    else:
+        _attach(cls, before, result, (context.to_save or (), dict(context.__dict__)), context.needs_input_grad, True)
+
+
+def _has_jvp(cls: Any) -> bool:
+    """Whether a Function defines jvp. Those that torch.vmap makes out of others have one that asks the other's."""
+    if cls.jvp is torch.autograd.Function.jvp:
+        return False
+    if cls.__module__ != vmapped.__name__:
+        return True
+    behind = [
+        c for c in (cell.cell_contents for cell in cls.jvp.__closure__ or ()) if isinstance(c, type) and c is not cls
+    ]
+    return all(_has_jvp(c) for c in behind if issubclass(c, torch.autograd.Function))
 
 
 def _with_jvp(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: list[Any]) -> Any:
