@@ -162,6 +162,78 @@ def test_arguments_that_share_memory_and_are_written() -> None:
     close(a, x)
 
 
+def overlapping_leaves(compile, device):
+    base = torch.arange(6.0).to(device)
+    a, b = base[:4].detach().requires_grad_(), base[2:].detach().requires_grad_()
+    compile(lambda a, b: (a.sin() * 2).sum() + (b * b).sum())(a, b).backward()
+    return a.grad, b.grad
+
+
+def three_written(compile, device):
+    def f(x, y, z):
+        y.mul_(3)
+        z.add_(1)
+        x.sub_(2)
+        return x * 2 + y.sum() + z.sum()
+
+    x = torch.arange(6.0).to(device)
+    y, z = x[2:5], x[::2]
+    return compile(f)(x, y, z), x, y, z
+
+
+def written_with_gradients(compile, device):
+    def f(x, y):
+        y.mul_(3)
+        return (x * x).sum() + y.sum()
+
+    w = torch.arange(6.0).to(device).requires_grad_()
+    x = w * 2
+    compile(f)(x, x[2:5]).backward()
+    return w.grad, x.detach()
+
+
+def buffers(compile, device):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("all", torch.zeros(6).to(device))
+            self.register_buffer("some", self.all[2:4])
+
+        def forward(self, x):
+            self.some.add_(x)
+            return self.all.sum() + self.all
+
+    run = compile(Counting())
+    x = torch.ones(2).to(device)
+    return run(x), run(x)
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile. arguments share memory")
+@pytest.mark.parametrize("case", [overlapping_leaves, three_written, written_with_gradients, buffers])
+def test_arguments_over_one_memory(case) -> None:
+    for ours, wanted in zip(case(compiled, "jax"), case(lambda f: f, "cpu"), strict=True):
+        close(ours, wanted)
+
+
+def test_gradients_of_gradients_are_torchs_error() -> None:
+    x, w = (torch.randn(4, device="jax", requires_grad=True) for _ in range(2))
+
+    def f(x, w):
+        return (x * w).tanh().sum()
+
+    def penalized(f):
+        loss = f(x, w)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(loss + gradient.square().sum(), w)[0]
+
+    run = compiled(f, fullgraph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        penalized(run)
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(penalized(run), penalized(f))
+    torch.testing.assert_close(torchax_core.jit(lambda: penalized(f))(), penalized(f))
+
+
 def test_results_that_are_views_of_arguments_and_of_each_other() -> None:
     def f(x):
         y = x * 2
