@@ -37,6 +37,7 @@ _OUT_FORMS = (
 C++ storage, which a View and its base never do, and would leave the `out` as it was."""
 
 _len_modes = torch._C._len_torch_dispatch_stack
+_plain_dispatch = torch.Tensor.__torch_dispatch__
 _DispatchKey, _DispatchKeySet = torch._C.DispatchKey, torch._C.DispatchKeySet
 # torch compiles its derivative formulas of composite ops (linear_backward, matmul_backward) in for nested tensors only, but
 # they hold for any: called on that key, the op is recorded in C++, and comes to `__torch_dispatch__` below autograd.
@@ -81,6 +82,8 @@ def keep_whole(func: Any, *, differentiable: bool = False) -> None:
             kernel = environment._kernels.get(func)
             if kernel is None:
                 kernel = environment._kernel(func)
+            if _any_foreign(args) or (kwargs and _any_foreign(kwargs.values())):
+                return ways.decompose(*args, **kwargs)  # they know the ops that it is made of
             if _len_modes() and _any_stand_in(args, kwargs):
                 graph = capturing.call
                 return ways.decompose(*args, **kwargs) if graph is None else graph(kernel, func, args, kwargs)
@@ -98,6 +101,22 @@ def keep_whole(func: Any, *, differentiable: bool = False) -> None:
 
         library.impl(name.partition("::")[2], caught, "AutogradPrivateUse1")
         _kept.add(name)
+
+
+def _any_foreign(values: Any) -> bool:
+    """Whether a tensor among the arguments is of a class with a `__torch_dispatch__` of its own, which holds tensors of ours
+    (DTensor)."""
+    for value in values:
+        cls = value.__class__
+        if cls is Tensor or cls is View:
+            continue
+        if cls is list or cls is tuple:
+            if _any_foreign(value):
+                return True
+        elif isinstance(value, torch.Tensor) and not isinstance(value, (Tensor, FakeTensor, FunctionalTensor)):
+            if cls.__torch_dispatch__ is not _plain_dispatch:
+                return True
+    return False
 
 
 def _any_stand_in(args: Any, kwargs: Any) -> bool:

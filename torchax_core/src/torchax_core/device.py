@@ -19,6 +19,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from torchax_core.forking import in_bad_fork
+from torchax_core.freeing import let_storages_be_freed
 from torchax_core.groups import announce_backend
 from torchax_core.layouts import refuse_layouts
 from torchax_core.lazy import make_lazy_here
@@ -212,6 +213,7 @@ def register() -> None:
     # graphs being traced) hear of the moved one only, which is a real tensor. Where there is no mode, the result is the same.
     torch._C._set_only_lift_cpu_tensors(True)
     refuse_layouts()
+    let_storages_be_freed()
     refuse_storages()
     for name in ("aten::empty.memory_format", "aten::empty_strided", "aten::_copy_from", "aten::_copy_from_and_resize"):
         _register(find_op(name))

@@ -55,7 +55,7 @@ from torchax_core.templates import (
     template_of,
     to_dtype,
 )
-from torchax_core.tensor import Aval, Tensor, active, contiguous_stride, make_tensor
+from torchax_core.tensor import DEVICE_TYPE, Aval, ForeignTensorError, Tensor, active, contiguous_stride, make_tensor
 from torchax_core.variants import Variant, op_name
 from torchax_core.view import ROOT, View, make_view
 
@@ -332,6 +332,11 @@ class LoweringKernel:
             for argument, _, value in self._bind(args, kwargs)
             if value is tensor or (isinstance(value, (list, tuple)) and any(item is tensor for item in value))
         )
+        if tensor.device.type == DEVICE_TYPE:
+            return ForeignTensorError(
+                f"{self.name}: `{name}` is a {type(tensor).__name__}, which does not mix with plain tensors on device 'jax'. "
+                "Make all of them the one or the other."
+            )
         return RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, jax:0 and "
             f"{tensor.device}! (when checking argument for argument {name} in {self.name}). Move it with `.to('jax')`."

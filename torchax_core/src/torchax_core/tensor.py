@@ -407,6 +407,10 @@ Tensor.torch = _torch  # type: ignore[attr-defined]  # in the class body it woul
 _failed_in_backward: list[Exception] = []
 
 
+class ForeignTensorError(RuntimeError):
+    """Among the arguments is a tensor on device "jax" of somebody else's class, which is asked next."""
+
+
 def explained(error: Exception, func: Any) -> Any:
     """Raise the error of a kernel so that it reaches the user.
 
@@ -414,6 +418,8 @@ def explained(error: Exception, func: Any) -> Any:
     Python calls into Python while C++ unwinds, and a Python error then ends the process. So there the error is kept for
     `Tensor.backward`, and torch is handed something it fails to take for a tensor, with an error of its own.
     """
+    if isinstance(error, ForeignTensorError):
+        return NotImplemented
     if isinstance(error, jax.errors.UnexpectedTracerError):
         leaked = LeakedTracerError(
             f"{func}: one of its tensors was made inside a jitted or transformed function and used after that had ended; it "

@@ -1,0 +1,331 @@
+"""Cases of whole training loops, and of overridden collectives: as those of collectives_cases.py, between processes only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from collectives_cases import Case, Tensors, all_gather, all_reduce, functional_all_reduce
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+
+# -- data parallel training ----------------------------------------------------------------------
+
+
+class Branching(torch.nn.Module):
+    """Two layers, a batch norm with buffers, and a branch that only some calls take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.branch = torch.nn.Linear(8, 8)
+        self.last = torch.nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, branch: bool) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        return self.last(self.branch(x) if branch else x)
+
+
+def _trained(model: torch.nn.Module, x: torch.Tensor, step: Callable[[torch.Tensor, int], None]) -> Tensors:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for i in range(3):
+        optimizer.zero_grad()
+        losses.append(step(x + i, i))
+        optimizer.step()
+    return [torch.stack([loss.detach() for loss in losses]), *model.parameters(), *model.buffers()]
+
+
+def ddp(options: dict[str, object], x: torch.Tensor, n: int) -> Tensors:
+    """DistributedDataParallel, with a different batch on each rank."""
+    torch.manual_seed(dist.get_rank())  # DDP broadcasts rank 0's weights
+    model = Branching().to(x.device)
+    options = dict(options)
+    hook, accumulate = options.pop("hook", None), options.pop("accumulate", None)
+    branches: Callable[[int], bool] = options.pop("branches", lambda i: True)  # type: ignore[assignment]
+    parallel = torch.nn.parallel.DistributedDataParallel(model, **options)
+    if hook is not None:
+        parallel.register_comm_hook(None, hook)
+
+    def step(x: torch.Tensor, i: int) -> torch.Tensor:
+        if accumulate:
+            with parallel.no_sync():
+                parallel(x * 2, branches(i)).square().mean().backward()
+        loss = parallel(x, branches(i)).square().mean()
+        loss.backward()
+        return loss
+
+    return _trained(model, x, step)
+
+
+def some_ranks(i: int) -> bool:
+    """In the first step all take the branch, in the second nobody, in the third rank 0."""
+    return i == 0 or (i == 2 and dist.get_rank() == 0)
+
+
+def average_by_hand(x: torch.Tensor, n: int) -> Tensors:
+    """torchax_ops_c10d.average_gradients; under gloo, DistributedDataParallel. Not all ranks take the branch in all steps."""
+    torch.manual_seed(dist.get_rank())
+    model = Branching().to(x.device)
+    if x.device.type == "cpu":
+        trained: torch.nn.Module = torch.nn.parallel.DistributedDataParallel(
+            model, broadcast_buffers=False, find_unused_parameters=True
+        )
+        average = None
+    else:
+        from torchax_ops_c10d import average_gradients, broadcast_parameters
+
+        broadcast_parameters(model)
+        trained, average = model, average_gradients
+
+    def step(x: torch.Tensor, i: int) -> torch.Tensor:
+        loss = trained(x, some_ranks(i)).square().mean()
+        loss.backward()
+        if average is not None:
+            average(model)
+        return loss
+
+    return _trained(model, x, step)
+
+
+def sync_batch_norm(x: torch.Tensor, n: int) -> Tensors:
+    """SyncBatchNorm has no CPU kernels: under gloo, batch norm of all ranks' inputs together."""
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(3).to(x.device)
+    if x.device.type == "cpu":
+        x = torch.cat(all_gather(x, n))
+        out = norm(x)
+        return [out.chunk(n)[dist.get_rank()], norm.running_mean, norm.running_var]
+    norm = torch.nn.SyncBatchNorm.convert_sync_batchnorm(norm)
+    return [norm(x), norm.running_mean, norm.running_var]
+
+
+# -- sharded weights -----------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """A residual layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Language(torch.nn.Module):
+    """Two layers, an odd vocabulary (weights that do not divide), and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(13, 8)
+        self.blocks = torch.nn.ModuleList([Block(8) for _ in range(2)])
+        self.head = torch.nn.Linear(8, 13)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _language(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _tokens(device: torch.device) -> torch.Tensor:
+    return torch.randint(0, 13, (4, 7), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def _model(device: torch.device) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Language().to(device)
+
+
+def _as_alone(found: Tensors, device: torch.device, clip: float | None = None) -> Tensors:
+    """Under gloo, whose results are the reference: they are those of one process that trains by itself."""
+    if device.type == "cpu":
+        for ours, alone in zip(found, _steps(_model(device), _tokens(device), clip), strict=True):
+            torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)
+    return found
+
+
+def _steps(
+    model: torch.nn.Module, tokens: torch.Tensor, clip: float | None = None, sync: Callable[[bool], None] = bool
+) -> Tensors:
+    """Losses and weights of two steps, each over two halves of a batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        for i, part in enumerate(tokens.chunk(2)):
+            sync(i == 1)
+            loss = _language(model, part) / 2
+            loss.backward()
+            losses.append(loss.detach())
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [torch.stack(losses), *whole]
+
+
+def sharded(options: dict[str, object], x: torch.Tensor, n: int) -> Tensors:
+    """torch.distributed.fsdp.fully_shard. On two ranks, this one's batches are the rows of one device's."""
+    from torch.distributed.fsdp import fully_shard
+
+    options = dict(options)
+    clip, delay = options.pop("clip", None), options.pop("delay", False)
+    model, tokens = _model(x.device), _tokens(x.device)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+    def sync(now: bool) -> None:
+        model.set_requires_gradient_sync(now or not delay)
+
+    mine = torch.cat([part.chunk(n)[dist.get_rank()] for part in tokens.chunk(2)])
+    found = _steps(model, mine, clip, sync)
+    dist.all_reduce(found[0])
+    found[0] /= n
+    return _as_alone(found, x.device, clip)
+
+
+def parallelized(x: torch.Tensor, n: int) -> Tensors:
+    """DTensor, and torch.distributed.tensor.parallel.parallelize_module, whose losses are those of one device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh(x.device.type, (n,))
+    model, tokens = _model(x.device), _tokens(x.device)
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    found = _as_alone(_steps(model, tokens), x.device)
+    whole = torch.arange(10.0, device=x.device).reshape(5, 2)
+    split = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    sums = DTensor.from_local(x, mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local()
+    (split.square().sum() * 3).backward()
+    return [*found, split.grad.full_tensor(), sums]
+
+
+# -- overrides -----------------------------------------------------------------------------------
+
+
+def overridden(x: torch.Tensor, n: int) -> Tensors:
+    """What overridden collectives give on device "jax": here in words, there by overrides. In a shard_map:
+    overrides_on_eight_devices.py."""
+    total, largest = all_reduce("sum", x, n)[0], all_reduce("max", x, n)[0]
+    if x.device.type == "cpu":
+        return [-x, *[3 * largest] * 4, *[-total] * 2, *[total] * 4, *ddp({"hook": bf16_compress_hook}, x, n)]
+    import threading
+
+    from torchax_core import Environment, default_env, override_op_definition
+
+    env, functional, in_place = default_env(), "_c10d_functional::all_reduce", "c10d::allreduce_"
+
+    def three_of_largest(input, reduce_op, group_name):
+        return 3 * torch.ops._c10d_functional.all_reduce(input, "max", group_name)
+
+    def negated(tensors, *rest):
+        result = torch.ops.c10d.allreduce_(tensors, *rest)
+        for tensor in tensors:
+            tensor.neg_()
+        return result
+
+    def in_bfloat16(tensors, *rest):
+        halves = [tensor.bfloat16() for tensor in tensors]
+        result = torch.ops.c10d.allreduce_(halves, *rest)
+        for tensor, half in zip(tensors, halves, strict=True):
+            tensor.copy_(half)
+        return result
+
+    def failing(*args, **kwargs):
+        raise ZeroDivisionError
+
+    def sum_of(x: torch.Tensor) -> torch.Tensor:
+        return functional_all_reduce("sum", x, n)[0]
+
+    found = []
+    with env.override_op_definition(functional, lambda input, *_: -input):
+        with env.override_op_definition(functional, lambda input, reduce_op, group_name: -input, is_jax_function=True):
+            found.append(sum_of(x))
+            levels = [source.level for source in env.explain(functional).chain[:3]]
+            assert levels == ["override", "override", "pack"], levels
+    with env.override_op_definition(functional, three_of_largest):
+        leaf = x.clone().requires_grad_()
+        result = sum_of(leaf)
+        result.backward(x)
+        found += [result, leaf.grad]
+    with override_op_definition(functional, three_of_largest):
+        found.append(sum_of(x))
+
+    def in_a_thread() -> None:
+        environment = Environment()
+        environment.override_op_definition(functional, three_of_largest)
+        with environment:
+            found.append(sum_of(x))
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    first = env.override_op_definition(in_place, lambda *_: NotImplemented)
+    second = env.override_op_definition(in_place, negated)
+    found += all_reduce("sum", x, n)
+    first.undo()
+    found += all_reduce("sum", x, n)
+    second.undo()
+    found += [*all_reduce("sum", x, n), sum_of(x)]
+    with env.override_op_definition(in_place, failing):
+        try:
+            dist.all_reduce(x.clone())
+        except ZeroDivisionError:
+            pass
+        else:
+            raise AssertionError("what an override raised did not arrive")
+    with env.override_op_definition(in_place, lambda *_: NotImplemented):
+        found += all_reduce("sum", x, n)
+    found += all_reduce("sum", x, n)
+    with env.override_op_definition(in_place, in_bfloat16):
+        return found + ddp({}, x, n)
+
+
+def training(full: bool) -> list[Case]:
+    """All of them, or those that the tests run."""
+    found, single = [], torch.float32
+    kinds: dict[str, dict[str, object]] = {
+        "": {"broadcast_buffers": True},
+        ", bucket views, no_sync": {"gradient_as_bucket_view": True, "accumulate": True, "bucket_cap_mb": 0.0001},
+        ", find_unused_parameters": {"find_unused_parameters": True, "branches": some_ranks},
+        ", static_graph, bfloat16 hook": {
+            "static_graph": True,
+            "branches": lambda i: False,
+            "hook": bf16_compress_hook,
+        },
+        ", hook": {"hook": allreduce_hook},
+        ", bfloat16 hook": {"hook": bf16_compress_hook},
+        ", find_unused_parameters, bucket views, no_sync": {
+            "find_unused_parameters": True,
+            "branches": some_ranks,
+            "gradient_as_bucket_view": True,
+            "accumulate": True,
+        },
+        ", static_graph, bucket views": {"static_graph": True, "gradient_as_bucket_view": True},
+    }
+    for kind, options in kinds.items() if full else list(kinds.items())[:4]:
+        found.append(Case(f"DDP{kind}", single, functools.partial(ddp, options), ranked=True, rounded=True))
+    sharding: dict[str, dict[str, object]] = {
+        "": {"delay": True},
+        ", kept after forward, gradients clipped": {"reshard_after_forward": False, "clip": 0.5},
+    }
+    for kind, options in sharding.items() if full else list(sharding.items())[:1]:
+        found.append(Case(f"fully_shard{kind}", single, functools.partial(sharded, options), ranked=True, rounded=True))
+    found.append(Case("DTensor, parallelize_module", single, parallelized, ranked=True, rounded=True))
+    found.append(Case("overrides", single, overridden, ranked=True, rounded=True))
+    found.append(Case("average_gradients", single, average_by_hand, ranked=True, rounded=True))
+    found.append(Case("SyncBatchNorm", single, sync_batch_norm, ranked=True, rounded=True))
+    return found
