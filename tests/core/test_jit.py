@@ -465,3 +465,44 @@ def test_gradients_that_are_kept_stay_as_they_were(keep, clear: str) -> None:
         assert grad.tolist() == expected
         assert view.tolist() == keep(torch.tensor(expected)).tolist()
         assert (layer.weight.grad is grad) == (i == 2)
+
+
+def _gradients_outside(device: str, jitted: bool, change) -> list[Any]:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    layer = layer.to(device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    held: list[torch.Tensor] = []
+
+    def update():
+        norm = nn.utils.clip_grad_norm_(layer.parameters(), 5.0)
+        optimizer.step()
+        return norm + sum(g.sum() for g in held)
+
+    run = torchax_core.jit(update) if jitted else update
+    seen: list[Any] = []
+    for i in range(4):
+        optimizer.zero_grad()
+        layer(torch.full((2, 3), i + 1.0, device=device)).square().sum().backward()
+        change(layer, held, i)
+        seen += [run().item(), layer.weight.tolist()]
+    return seen
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "new ones": lambda layer, held, i: None,
+        "held elsewhere too": lambda layer, held, i: held.__setitem__(slice(None), [layer.weight.grad]),
+        "held once": lambda layer, held, i: held or held.append(layer.weight.grad),
+        "none for a while": lambda layer, held, i: i % 2 and setattr(layer.bias, "grad", None),
+        "views": lambda layer, held, i: setattr(
+            layer.bias, "grad", torch.cat([layer.bias.grad] * 2)[2 * (i % 2) :][:2]
+        ),
+        "exchanged": lambda layer, held, i: setattr(layer.bias, "grad", layer.weight.grad[:, 0].clone()),
+    }.values(),
+)
+def test_gradients_from_outside_are_read_anew(change) -> None:
+    want = _gradients_outside("cpu", False, change)
+    for a, b in zip(_gradients_outside("jax", True, change), want, strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b))

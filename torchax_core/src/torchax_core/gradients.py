@@ -1,18 +1,22 @@
-"""The `.grad`s that a compiled program sets.
+"""The `.grad`s that a compiled program reads and sets.
 
-A backward makes a new tensor each time it finds `.grad` None, and so does, to all appearances, a compiled program. To make
-none where nobody could tell, it keeps the tensors it has set and puts new values into them, as long as no one else holds one.
+Those it reads are found anew at every call: a backward outside the program puts other tensors there.
+
+Those it sets: a backward makes a new tensor where it finds `.grad` None, and so does, to all appearances, a compiled program.
+To make none where nobody could tell, it keeps the tensors it has set and puts new values into them, as long as no one else
+holds one.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from torchax_core.convert import is_traced
 from torchax_core.tensor import Aval, Storage, Tensor, make_tensor, write_all
 from torchax_core.trace import get_grad, set_grad
 
@@ -23,12 +27,39 @@ class Gradients:
     """What a program sets `.grad` of which tensors to: to None, or to one of its outputs."""
 
     def __init__(self) -> None:
+        self.read: list[tuple[torch.Tensor, Tensor]] = []  # tensors, and their gradients that are inputs of the program
         self.cleared: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         self.places: list[int] = []
         self._grads: list[Tensor] = []
         self._stores: list[Storage] = []
         self._counts: list[int] = []
+
+    def follow(self, replace: Callable[[list[tuple[Tensor, Tensor]]], bool], held: Callable[[], set[int]]) -> str:
+        """Take up the gradients that are there now, in the place of those that the program has read; in words, what makes
+        that impossible.
+
+        replace: lets tensors be inputs in the place of others, if that is all it takes.
+        held:    the identities of the tensors that the program has met elsewhere too.
+        """
+        now = [get_grad(tensor) for tensor, _ in self.read]
+        others = [
+            (old, new) for (_, old), new in zip(self.read, now, strict=True) if new is not old and new is not None
+        ]
+        if not others:
+            return ""
+        for old, new in others:
+            if (
+                new.__class__ is not old.__class__
+                or new._aval is not old._aval  # type: ignore[attr-defined]
+                or new.requires_grad is not old.requires_grad
+                or is_traced(new._store.array)  # type: ignore[attr-defined]
+            ):
+                return f"a .grad was {old._aval}, and is {getattr(new, '_aval', type(new).__name__)} now"
+        if not held().isdisjoint(id(old) for old, _ in others) or not replace(others):  # type: ignore[arg-type]
+            return "a .grad is another tensor now, and the one before is state of the function in some other way, too"
+        self.read = [(tensor, old if new is None else new) for (tensor, old), new in zip(self.read, now, strict=True)]  # type: ignore[misc]
+        return ""
 
     def add(self, tensor: torch.Tensor, grad: Tensor, place: int) -> None:
         """`tensor.grad` is to be output number `place`, in `grad` if that can be."""

@@ -294,6 +294,11 @@ class Program:
         history = self._note_places(trace, inner, bool(survivors), out)
         self.wants_grad = self.wants_grad or (history and not trace.backward_ran)
         self.grad_none = trace.grad_guards()
+        self.gradients.read = [
+            (tensor, grad)
+            for tensor, grad in trace.grads.values()
+            if isinstance(grad, Tensor) and id(grad._store) in trace.lifted
+        ]
         self.captured = [entry.store for entry in trace.lifted.values()]
         self.captured_ids = frozenset(map(id, self.captured))
         self.tensors = [
@@ -440,7 +445,11 @@ class Program:
     def failed_guard(self, leaves: list[Any]) -> str:
         """Empty if the program may run on these arguments; else what changed since it was traced."""
         if self.rebinding.sources or self.rebinding.effects:
-            failed = self.rebinding.follow(self._replace)
+            failed = self.rebinding.follow(lambda old, new: self._replace([(old, new)]))
+            if failed:
+                return failed
+        if self.gradients.read:
+            failed = self.gradients.follow(self._replace, self.rebinding.held)
             if failed:
                 return failed
         if self.fixed or not self._as_traced(leaves):
@@ -468,28 +477,31 @@ class Program:
         given = map(leaves.__getitem__, self.tensor_arguments)
         return [*map(_REQUIRES_GRAD, self._state.tensors), *map(_REQUIRES_GRAD, given)]
 
-    def _replace(self, old: Tensor, new: Tensor) -> bool:
-        """Let the state tensor `new`, like `old`, be an input in its place; False if that is not all it takes."""
-        rows = [i for i, (tensor, _, _) in enumerate(self.tensors) if tensor is old]
-        store, fresh = old._store, new._store
-        alone = len(rows) == 1 and sum(s is store for _, s, _ in self.tensors) == 1
+    def _replace(self, pairs: list[tuple[Tensor, Tensor]]) -> bool:
+        """Let new state tensors, each like its old one, be inputs in their places; False if that is not all it takes."""
+        news = {id(old): new for old, new in pairs}
+        stores = {id(old._store): new._store for old, new in pairs}
+        rows = [i for i, (tensor, _, _) in enumerate(self.tensors) if id(tensor) in news]
         if (
-            not alone
-            or id(fresh) in self.captured_ids
-            or (old.requires_grad and old.is_leaf)
-            or old.__class__ is not Tensor
+            not len(pairs) == len(stores) == len(rows) == sum(id(store) in stores for _, store, _ in self.tensors)
+            or not self.captured_ids.isdisjoint(map(id, stores.values()))
+            or any((old.requires_grad and old.is_leaf) or old.__class__ is not Tensor for old, _ in pairs)
         ):
             return False
-        self.tensors[rows[0]] = (new, fresh, self.tensors[rows[0]][2])
-        self._state.tensors[rows[0]], self._state.stores[rows[0]] = new, fresh
-        self.captured = [fresh if s is store else s for s in self.captured]
-        self.ordered = [fresh if s is store else s for s in self.ordered]
+        state = self._state
+        for i in rows:
+            tensor, _, wants = self.tensors[i]
+            new = news[id(tensor)]
+            self.tensors[i] = (new, new._store, wants)
+            state.tensors[i], state.stores[i] = new, new._store
+        self.captured = [stores.get(id(s), s) for s in self.captured]
+        self.ordered = [stores.get(id(s), s) for s in self.ordered]
         self.captured_ids = frozenset(map(id, self.captured))
-        self.writes = [(fresh if target is store else target, at) for target, at in self.writes]
+        self.writes = [(stores.get(id(target), target), at) for target, at in self.writes]
         for name in ("replaced", "_written"):
             self.__dict__.pop(name, None)
-        for ids in (self._state.member_ids, *(ids for *_, parts in self.modules for _, _, ids in parts)):
-            ids[:] = [id(new) if i == id(old) else i for i in ids]
+        for ids in (state.member_ids, *(ids for *_, parts in self.modules for _, _, ids in parts)):
+            ids[:] = [id(news[i]) if i in news else i for i in ids]
         return True
 
     @functools.cached_property

@@ -240,6 +240,10 @@ class Rebinding:
         """Those that do not, and what they held."""
         return [(place, tensor) for place, tensor in self.guarded if place.read() is not tensor]
 
+    def held(self) -> set[int]:
+        """The identities of the tensors that the places hold."""
+        return {id(tensor) for _, tensor in self.guarded} | {id(source.current) for source in self.sources}
+
     def follow(self, replace: Callable[[Tensor, Tensor], bool]) -> str:
         """Take up the tensors that the sources hold now: `replace(old, new)`; in words, what makes that impossible."""
         for place, value, _, _ in self.effects:

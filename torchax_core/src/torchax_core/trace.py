@@ -310,10 +310,12 @@ class Trace:
                 store.array, store.version = array, version
 
     def restore(self) -> None:
-        """Put back every lifted storage as it was."""
+        """Put back every lifted storage as it was, and hold its array no longer: the first call may donate it, and finds this
+        trace still there, in cycles of Python's."""
         for entry in self.lifted.values():
             entry.store.array = entry.array
             entry.store.version = entry.version
+            entry.array = None
 
     def grad_was_used(self, tensor: Tensor) -> bool:
         """Whether a gradient was accumulated into `tensor.grad`, or it was read, before now."""
