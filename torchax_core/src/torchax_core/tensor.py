@@ -486,9 +486,13 @@ def describe(tensor: Tensor) -> str:
     array = tensor._array()
     if isinstance(array, jax.core.Tracer):
         return f"tensor(<traced {tensor._aval}>, device='{tensor.device}')"
-    with torch.no_grad():
-        plain = torch_from_array(array)
-    text = torch._tensor_str._str(plain)
+    if array.is_fully_addressable or array.is_fully_replicated:
+        with torch.no_grad():
+            text = torch._tensor_str._str(torch_from_array(array))
+    else:
+        devices = array.sharding.device_set
+        processes = len({d.process_index for d in devices})
+        text = f"tensor(<on {len(devices)} devices of {processes} processes, {tensor._aval}>)"
     suffixes = [f"device='{tensor.device}'"]
     if tensor.grad_fn is not None:
         suffixes_end = [f"grad_fn=<{type(tensor.grad_fn).__name__}>"]
