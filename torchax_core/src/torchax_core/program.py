@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import itertools
 import operator
 import sys
 import warnings
@@ -26,15 +25,17 @@ import torch
 from torchax_core import collector
 from torchax_core.arguments import Call, flatten, made_inside, same, unflatten, update
 from torchax_core.bridge import lay_out
+from torchax_core.carriers import Carriers
 from torchax_core.convert import is_traced
 from torchax_core.gradients import Gradients
+from torchax_core.guards import Guards
 from torchax_core.optimizers import tracing_optimizers
 from torchax_core.placement import Placed, constrain, several_devices, sharding_of, spread
 from torchax_core.rebinding import Output, Rebinding
 from torchax_core.scaling import tracing_scalers
 from torchax_core.scopes import naming_modules
 from torchax_core.shardings import resolve, spread_prefix
-from torchax_core.tensor import Aval, Storage, Tensor, active, contiguous_stride, make_tensor, share_tensor, write_all
+from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor, write_all
 from torchax_core.trace import Trace, get_grad, promote_placeholders, watching_grads
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
 
@@ -105,25 +106,7 @@ _ELSEWHERE = (
 )
 _PLAIN = (torch.Tensor, jax.Array, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
-_ARRAY, _STORE, _REQUIRES_GRAD, _TRAINING = map(operator.attrgetter, ("array", "_store", "requires_grad", "training"))
-_SHARDING = operator.attrgetter("sharding")
-
-
-class _State:
-    """What a program's guards look at, column by column."""
-
-    def __init__(self, tensors: list[Any], modules: list[Any], grad_none: list[Any]) -> None:
-        self.tensors = [tensor for tensor, _, _ in tensors]
-        self.stores = [store for _, store, _ in tensors]
-        self.modules = [module for module, *_ in modules]
-        self.training = [training for _, training, _ in modules]
-        dicts = [d for *_, parts in modules for _, d, _ in parts]
-        ids = [members for *_, parts in modules for _, _, members in parts]
-        self.empty = [d for d, members in zip(dicts, ids, strict=True) if not members]
-        self.members = [d.values() for d, members in zip(dicts, ids, strict=True) if members]
-        self.member_ids = [i for members in ids for i in members]
-        self.without_grad = [tensor for tensor, none in grad_none if none]
-        self.with_grad = [tensor for tensor, none in grad_none if not none]
+_ARRAY, _STORE, _SHARDING = map(operator.attrgetter, ("array", "_store", "sharding"))
 
 
 class Program:
@@ -140,7 +123,6 @@ class Program:
         self.out_shardings = resolve(owner.out_shardings, f"jit({owner.name}): out_shardings")
         self.captured: list[Storage] = []
         self.writes: list[tuple[Any, int]] = []
-        self.tensors: list[tuple[Tensor, Storage, bool]] = []
         self.gradients = Gradients()
         self.born: list[tuple[weakref.ref[Storage], int]] = []
         self.differentiable: DifferentiableProgram | None = None
@@ -149,7 +131,7 @@ class Program:
         self.chosen: Any = None
         self.has_run = False
         self.gradients_matter = False
-        self._are_apart: dict[int, bool] = {}
+        self.carriers = Carriers(owner.name)
         roots = [owner.fn, *(leaf for leaf in call.leaves if not isinstance(leaf, _PLAIN))]
         self.rebinding = Rebinding(roots, owner.habits)
         self._trace(call.leaves)
@@ -173,11 +155,15 @@ class Program:
         self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
         self.draws = trace.draws
         self.gradients_matter = self.gradients_matter or self.wants_grad
-        self.requires_grad = [flag for *_, flag in self.tensors]
-        self.requires_grad += [leaves[i].requires_grad for i in self.tensor_arguments]
-        self.guards = trace.guards
-        self._module_guards(trace)
-        self.rebinding.compile({id(d) for *_, parts in self.modules for _, d, _ in parts})
+        self.guards = Guards(
+            self._tensors,
+            [*trace.modules.values()],
+            self._grad_guards,
+            trace.guards,
+            [(i, leaves[i].requires_grad) for i in self.tensor_arguments],
+            self.gradients_matter,
+        )
+        self.rebinding.compile(self.guards.containers)
 
     def _run_function(self, leaves: list[Any], key: Any, count: Any, tracers: Any) -> list[Any]:
         trace = self.trace = Trace(self.environment, key, count)
@@ -293,7 +279,7 @@ class Program:
                 self.born.append((weakref.ref(store), out(store.array)))
         history = self._note_places(trace, inner, bool(survivors), out)
         self.wants_grad = self.wants_grad or (history and not trace.backward_ran)
-        self.grad_none = trace.grad_guards()
+        self._grad_guards = trace.grad_guards()
         self.gradients.read = [
             (tensor, grad)
             for tensor, grad in trace.grads.values()
@@ -301,7 +287,7 @@ class Program:
         ]
         self.captured = [entry.store for entry in trace.lifted.values()]
         self.captured_ids = frozenset(map(id, self.captured))
-        self.tensors = [
+        self._tensors = [
             (tensor, store, tensor.requires_grad)
             for tensor, store in trace.tensors.values()
             if id(store) in trace.lifted
@@ -389,13 +375,7 @@ class Program:
 
     def captures(self, tensor: Tensor) -> bool:
         """Whether the tensor is an input of the program."""
-        return any(t is tensor for t, _, _ in self.tensors)
-
-    def _module_guards(self, trace: Trace) -> None:
-        self.modules: list[tuple[Any, bool, list[tuple[str, Any, list[int]]]]] = []
-        for m in trace.modules.values():
-            parts = (("parameter", m._parameters), ("buffer", m._buffers), ("module", m._modules))
-            self.modules.append((m, m.training, [(what, d, list(map(id, d.values()))) for what, d in parts]))
+        return any(t is tensor for t, _, _ in self.guards.tensors)
 
     # -- compiling -------------------------------------------------------------------------------
 
@@ -452,61 +432,31 @@ class Program:
             failed = self.gradients.follow(self._replace, self.rebinding.held)
             if failed:
                 return failed
-        if self.fixed or not self._as_traced(leaves):
-            return self._what_changed(leaves)
-        return ""
-
-    def _as_traced(self, leaves: list[Any]) -> bool:
-        """Whether state is as it was when traced: a model has hundreds of tensors, so these loops are C's."""
-        state = self._state
-        return (
-            not self.also_state(leaves)
-            and [*map(_STORE, state.tensors)] == state.stores
-            and (not self.gradients_matter or self._requires_grad(leaves) == self.requires_grad)
-            and [*map(_TRAINING, state.modules)] == state.training
-            and [*map(id, itertools.chain.from_iterable(state.members))] == state.member_ids
-            and not any(state.empty)
-            and all(map(operator.is_, map(get_grad, state.without_grad), itertools.repeat(None)))
-            and all(map(operator.is_not, map(get_grad, state.with_grad), itertools.repeat(None)))
-            and self.rebinding.holds()
-            and all(read() == value for _, read, value in self.guards)
-        )
-
-    def _requires_grad(self, leaves: list[Any]) -> list[bool]:
-        """Which of the state and of the arguments, those that are tensors, require gradients."""
-        given = map(leaves.__getitem__, self.tensor_arguments)
-        return [*map(_REQUIRES_GRAD, self._state.tensors), *map(_REQUIRES_GRAD, given)]
+        holds = not self.also_state(leaves) and self.guards.hold(leaves) and self.rebinding.holds()
+        return "" if holds and not self.fixed else self._what_changed(leaves)
 
     def _replace(self, pairs: list[tuple[Tensor, Tensor]]) -> bool:
         """Let new state tensors, each like its old one, be inputs in their places; False if that is not all it takes."""
         news = {id(old): new for old, new in pairs}
         stores = {id(old._store): new._store for old, new in pairs}
-        rows = [i for i, (tensor, _, _) in enumerate(self.tensors) if id(tensor) in news]
+        rows = [store for tensor, store, _ in self.guards.tensors if id(tensor) in news]
         if (
-            not len(pairs) == len(stores) == len(rows) == sum(id(store) in stores for _, store, _ in self.tensors)
+            not len(pairs)
+            == len(stores)
+            == len(rows)
+            == sum(id(store) in stores for _, store, _ in self.guards.tensors)
             or not self.captured_ids.isdisjoint(map(id, stores.values()))
             or any((old.requires_grad and old.is_leaf) or old.__class__ is not Tensor for old, _ in pairs)
         ):
             return False
-        state = self._state
-        for i in rows:
-            tensor, _, wants = self.tensors[i]
-            new = news[id(tensor)]
-            self.tensors[i] = (new, new._store, wants)
-            state.tensors[i], state.stores[i] = new, new._store
+        self.guards.replace(news)
         self.captured = [stores.get(id(s), s) for s in self.captured]
         self.ordered = [stores.get(id(s), s) for s in self.ordered]
         self.captured_ids = frozenset(map(id, self.captured))
         self.writes = [(stores.get(id(target), target), at) for target, at in self.writes]
         for name in ("replaced", "_written"):
             self.__dict__.pop(name, None)
-        for ids in (state.member_ids, *(ids for *_, parts in self.modules for _, _, ids in parts)):
-            ids[:] = [id(news[i]) if i in news else i for i in ids]
         return True
-
-    @functools.cached_property
-    def _state(self) -> _State:
-        return _State(self.tensors, self.modules, self.grad_none)
 
     def _what_changed(self, leaves: list[Any]) -> str:
         for place, store in self.fixed.items():
@@ -514,31 +464,7 @@ class Program:
                 return f"argument {place} was also state of the function, and is another tensor now"
         if self.also_state(leaves):
             return f"argument(s) {', '.join(map(str, self.also_state(leaves)))} are also state of the function now"
-        for tensor, store, requires_grad in self.tensors:
-            if tensor._store is not store:
-                return f"a state tensor of shape {tuple(tensor.shape)} holds other storage than when traced"
-            if self.gradients_matter and tensor.requires_grad is not requires_grad:
-                return f"requires_grad of a state tensor of shape {tuple(tensor.shape)} became {tensor.requires_grad}"
-        if self.gradients_matter:
-            for i, flag in zip(self.tensor_arguments, self.requires_grad[len(self.tensors) :], strict=True):
-                if leaves[i].requires_grad is not flag:
-                    return f"requires_grad of an argument of shape {tuple(leaves[i].shape)} became {not flag}"
-        for module, training, parts in self.modules:
-            if module.training is not training:
-                return f"{type(module).__name__}.training became {module.training}"
-            for what, members, ids in parts:
-                if [*map(id, members.values())] != ids:
-                    return f"a {what} of {type(module).__name__} was replaced"
-        for tensor, was_none in self.grad_none:
-            if (get_grad(tensor) is None) is not was_none:
-                return f"the .grad of a state tensor of shape {tuple(tensor.shape)} {'appeared' if was_none else 'became None'}"
-        moved = self.rebinding.what_moved()
-        if moved:
-            return moved
-        for name, read, value in self.guards:
-            if read() != value:
-                return f"{name} changed from {value} to {read()}"
-        return ""
+        return self.guards.what_changed(leaves) or self.rebinding.what_moved()
 
     def run(self, call: Call) -> Any:
         """Run on these arguments: gather inputs, call the program, put its outputs where they belong."""
@@ -664,54 +590,6 @@ class Program:
             if store is not None:
                 store.write(outputs[at])
 
-    def _wanting_gradients(self) -> dict[int, torch.Tensor]:
-        """For storages that want gradients, by identity, a tensor over the whole of each that carries them to where they go."""
-        whole: dict[int, torch.Tensor] = {}
-        views: dict[int, tuple[Storage, list[torch.Tensor]]] = {}
-        for tensor, store, wants in self.tensors:
-            # of several tensors over one storage (`w` and `w.detach()`), the one that wants gradients
-            if wants and tensor.__class__ is Tensor:
-                whole[id(store)] = tensor
-            elif wants:
-                views.setdefault(id(store), (store, []))[1].append(tensor)
-        for key, (store, found) in views.items():
-            if key in whole:
-                continue
-            base = found[0]._base
-            if base is None or base.__class__ is not Tensor or not base.requires_grad:
-                # leaves: each element's gradient goes to the view that it is in
-                if len(found) > 1 and not (_contiguous(store) and self._apart(key, found)):
-                    raise RuntimeError(
-                        f"jit({self.owner.name}): {len(found)} views of one storage want gradients each of their own, and share "
-                        "elements: a program has the storage once, as an input, and cannot tell which of them a gradient "
-                        "is for. Pass them as arguments, or let their base want the gradients."
-                    )
-                base = share_tensor(store, Aval.of(store.array.shape, store.stride, found[0].dtype))
-                if len(found) == 1:
-                    view = found[0]
-                    base = torch.as_strided_scatter(base, view, view.shape, view.stride(), view.storage_offset())
-                else:  # torch's gradient of one as_strided_scatter through the next is zero
-                    numbers = torch.arange(store.array.size, device=base.device)
-                    flat = base.reshape(-1)
-                    for view in found:
-                        at = numbers.as_strided(view.shape, view.stride(), view.storage_offset()).reshape(-1)
-                        flat = flat.index_copy(0, at, view.reshape(-1))
-                    base = flat.reshape(store.array.shape)
-            whole[key] = base
-        return whole
-
-    def _apart(self, key: int, views: list[torch.Tensor]) -> bool:
-        """Whether no two of these views of one storage share an element."""
-        if key not in self._are_apart:
-            size = 1 + max(
-                v.storage_offset() + sum((n - 1) * s for n, s in zip(v.shape, v.stride(), strict=True)) for v in views
-            )
-            numbers = torch.arange(size)
-            taken = [numbers.as_strided(v.shape, v.stride(), v.storage_offset()).reshape(-1) for v in views]
-            found = torch.cat(taken)
-            self._are_apart[key] = found.unique().numel() == found.numel()
-        return self._are_apart[key]
-
     def _run_differentiable(self, call: Call) -> Any:
         """A function whose results still want gradients: its backward is jax.vjp's, compiled too."""
         random, leaves = self.environment.random, call.leaves
@@ -719,7 +597,7 @@ class Program:
         for place in self.argument_places:
             leaf, sharding = leaves[place], self.shardings and self.shardings[place]
             operands.append(leaf if sharding is None else lay_out(leaf, sharding))
-        owner = self._wanting_gradients()
+        owner = self.carriers.of(self.guards.tensors)
         for kind, i in self.input_order:
             if kind == "store":
                 store = self.captured[i]
@@ -753,7 +631,3 @@ def _equal(some: list[Any], others: list[Any]) -> bool:
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(tensor._aval.meta()).stride())
-
-
-def _contiguous(store: Storage) -> bool:
-    return store.stride == contiguous_stride(store.array.shape)
