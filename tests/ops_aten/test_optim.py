@@ -175,6 +175,11 @@ def test_norm_accumulates_in_float32():
     assert_matches_torch(torch._foreach_norm, [torch.ones(4096, dtype=torch.bfloat16)], 1)
 
 
+@pytest.mark.parametrize("ord", [float("inf"), float("-inf"), -1, -2.5])
+def test_norms_of_nothing(ord):
+    assert_same_error(torch._foreach_norm, [torch.ones(2), torch.ones(0)], ord)
+
+
 def test_max():
     assert_matches_torch(torch._foreach_max, tensors(torch.float32, shapes=[(), (2, 3)]) + [torch.tensor([1, 5])])
     assert_matches_torch(torch._foreach_max, [torch.tensor([1.0, float("nan")])])
@@ -197,6 +202,7 @@ def test_copy_zero_clone():
     assert_matches_torch(torch.ops.aten._foreach_clone, tensors(torch.float32))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch before 2.13 has no such op")
 def test_mm():
     a, b = (
         [sample((2, 3), torch.float32), sample((4, 1), torch.float32)],

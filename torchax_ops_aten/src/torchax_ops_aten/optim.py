@@ -23,6 +23,7 @@ from torchax_core.opset import OpSet
 from torchax_core.promotion import AS_GIVEN, COMPLEX_TO_FLOAT, INT_TO_FLOAT, SAME, Promotion, opmath
 from torchax_ops_aten.copying import cast
 from torchax_ops_aten.matmul import precision_for
+from torchax_ops_aten.reductions import refuse_empty
 
 ops = OpSet("torchax_ops_aten.optim", depends_on=torch.get_float32_matmul_precision)
 
@@ -322,6 +323,11 @@ def _powsum(x: jax.Array, ord: float) -> jax.Array:
 
 
 def _vector_norm(x: jax.Array, ord: float) -> jax.Array:
+    if x.size == 0 and ord < 0:  # torch's own error, in its words
+        raise RuntimeError(
+            f"linalg.vector_norm cannot compute the {ord:g} norm on an empty tensor because the operation does not have an "
+            "identity"
+        )
     if ord == float("inf"):
         return jnp.max(jnp.abs(x))
     if ord == float("-inf"):
@@ -337,6 +343,8 @@ def _vector_norm(x: jax.Array, ord: float) -> jax.Array:
 @ops.lowering("aten::_foreach_max")
 def foreach_max(self):
     """The largest element of each tensor, NaN if it holds one: each of shape ()."""
+    for x in self:
+        refuse_empty("max", x)
     return [jnp.max(x) for x in self]
 
 

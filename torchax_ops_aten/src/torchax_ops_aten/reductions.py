@@ -156,7 +156,7 @@ def amin(self, dim=(), keepdim=False):
     return jnp.min(self, axis=axes_of(self, dim), keepdims=keepdim)
 
 
-def _refuse_empty(op: str, x: jax.Array) -> None:
+def refuse_empty(op: str, x: jax.Array) -> None:
     """torch's own error; the meta kernels of `max` and `min` do not raise it."""
     if x.size == 0:
         raise RuntimeError(
@@ -168,14 +168,14 @@ def _refuse_empty(op: str, x: jax.Array) -> None:
 @ops.lowering("aten::max")
 def max_(self):
     """The maximum of all elements; NaN if there is one. returns: ()"""
-    _refuse_empty("max", self)
+    refuse_empty("max", self)
     return jnp.max(self)
 
 
 @ops.lowering("aten::min")
 def min_(self):
     """The minimum of all elements; NaN if there is one. returns: ()"""
-    _refuse_empty("min", self)
+    refuse_empty("min", self)
     return jnp.min(self)
 
 
