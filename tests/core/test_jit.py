@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import re
+import threading
 from typing import Any
 
 import jax
@@ -506,3 +508,34 @@ def test_gradients_from_outside_are_read_anew(change) -> None:
     want = _gradients_outside("cpu", False, change)
     for a, b in zip(_gradients_outside("jax", True, change), want, strict=True):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
+
+
+def test_threads_trace_steps_at_once() -> None:
+    """What is watched while a trace is under way is watched once, and torch is as it was afterwards."""
+    watched = [(torch.optim.Optimizer, "zero_grad"), (torch.autograd.Function, "apply"), (nn.Module, "zero_grad")]
+    before = [vars(owner)[name] for owner, name in watched]
+    inside = threading.Barrier(2, timeout=120)
+
+    def train(seed: int) -> list[float]:
+        model = nn.Linear(3, 1)
+        nn.init.constant_(model.weight, seed), nn.init.zeros_(model.bias)
+        model = model.to("jax")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+
+        def step(x):
+            inside.wait()
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            inside.wait()
+            optimizer.step()
+            inside.wait()
+            return model.weight.sum()
+
+        run = torchax_core.jit(step)
+        return [run(torch.ones(2, 3, device="jax")).item() for _ in range(3)]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        results = [*pool.map(train, [1.0, 2.0])]
+    torch.testing.assert_close(torch.tensor(results), torch.tensor([[1.5, 0.0, -1.5], [4.5, 3.0, 1.5]]))
+    assert [vars(owner)[name] for owner, name in watched] == before
+    assert not torch.compiler.is_compiling() and "grad" not in vars(torchax_core.Tensor)

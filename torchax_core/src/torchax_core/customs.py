@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,44 +25,26 @@ from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchax_core import trees
+from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Tensor, active, wrap_array
 
 __all__ = ["tracing_functions"]
 
-_lock = threading.RLock()
-_depth = 0
-
-
-@contextlib.contextmanager
-def tracing_functions() -> Iterator[None]:
-    """Watch `Function.apply` while any thread traces; calls of other threads go straight on."""
-    global _depth
-    with _lock:
-        if _depth == 0:
-            _install()
-        _depth += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _depth -= 1
-            if _depth == 0:
-                torch.autograd.Function.apply = _original  # type: ignore[method-assign]
-                del FunctionMeta.__getattribute__
-
-
 _original: Any = torch.autograd.Function.__dict__["apply"]
 
 
-def _install() -> None:
+@SharedPatches
+def tracing_functions(stack: contextlib.ExitStack) -> None:
+    """Watch `Function.apply` while any thread traces; calls of other threads go straight on."""
+
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = _original.__get__(None, cls)
         if active.trace is None or cls.__module__.startswith("torchax_") or under_torch_func(args):
             return original(*args, **kwargs)
         return _apply(cls, original, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    FunctionMeta.__getattribute__ = _asked  # type: ignore[method-assign, assignment]
+    patch(stack, torch.autograd.Function, "apply", classmethod(apply))
+    patch(stack, FunctionMeta, "__getattribute__", _asked)
 
 
 def under_torch_func(args: tuple[Any, ...]) -> bool:

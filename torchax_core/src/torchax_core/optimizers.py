@@ -21,8 +21,8 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchax_core.convert import scalar_array
-from torchax_core.customs import tracing_functions
 from torchax_core.placement import laid_out_like
+from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Tensor, active, wrap_array
 
 __all__ = ["tracing_optimizers"]
@@ -31,9 +31,9 @@ __all__ = ["tracing_optimizers"]
 _BRANCHING = (torch.optim.ASGD, torch.optim.RAdam)
 
 
-@contextlib.contextmanager
-def tracing_optimizers() -> Iterator[None]:
-    """Watch optimizer steps, `zero_grad` and autograd.Functions while a trace is under way."""
+@SharedPatches
+def tracing_optimizers(stack: contextlib.ExitStack) -> None:
+    """Watch optimizer steps and `zero_grad` while a trace is under way."""
     zero_grad, module_zero_grad = Optimizer.zero_grad, torch.nn.Module.zero_grad
 
     def optimizer_zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -44,16 +44,10 @@ def tracing_optimizers() -> Iterator[None]:
         _note_reset(list(self.parameters()), set_to_none)
         return module_zero_grad(self, set_to_none)
 
-    handles = [register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)]
-    Optimizer.zero_grad = optimizer_zero_grad  # type: ignore[method-assign]
-    torch.nn.Module.zero_grad = whole_module_zero_grad  # type: ignore[method-assign]
-    try:
-        with tracing_functions():
-            yield
-    finally:
-        Optimizer.zero_grad, torch.nn.Module.zero_grad = zero_grad, module_zero_grad  # type: ignore[method-assign]
-        for handle in handles:
-            handle.remove()
+    stack.callback(register_optimizer_step_pre_hook(_before).remove)
+    stack.callback(register_optimizer_step_post_hook(_after).remove)
+    patch(stack, Optimizer, "zero_grad", optimizer_zero_grad)
+    patch(stack, torch.nn.Module, "zero_grad", whole_module_zero_grad)
 
 
 def _note_reset(parameters: list[torch.Tensor], set_to_none: bool) -> None:
@@ -64,6 +58,12 @@ def _note_reset(parameters: list[torch.Tensor], set_to_none: bool) -> None:
     for parameter in parameters:
         if isinstance(parameter, Tensor) and not trace.grad_was_used(parameter):
             trace.reset_grads.add(id(parameter))
+
+
+@SharedPatches
+def _saying_compiling(stack: contextlib.ExitStack) -> None:
+    """Have torch say it is compiling: torch.optim reads a step count's value with `.item()` otherwise."""
+    patch(stack, torch.compiler, "_is_compiling_flag", True)
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -83,16 +83,16 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if group.get("capturable") is False and (group.get("foreach") or isinstance(optimizer, _BRANCHING)):
             group["capturable"] = True
             changed.append((group, "capturable", False))
-    # torch.optim reads a step count's value with `.item()` unless torch says it is compiling
-    optimizer.__dict__["_torchax_compiling"] = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
+    if not optimizer.__dict__.setdefault("_torchax_compiling", False):
+        _saying_compiling.__enter__()
+        optimizer.__dict__["_torchax_compiling"] = True
     trace.cleanups.append(lambda: _after(optimizer, (), {}))
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     state = optimizer.__dict__
-    if "_torchax_compiling" in state:
-        torch.compiler._is_compiling_flag = state.pop("_torchax_compiling")
+    if state.pop("_torchax_compiling", False):
+        _saying_compiling.__exit__()
     for group, name, value in state.pop("_torchax_settings", ()):
         group[name] = value
 

@@ -27,6 +27,7 @@ from torchax_core.arguments import Call, flatten, made_inside, same, unflatten, 
 from torchax_core.bridge import lay_out
 from torchax_core.carriers import Carriers
 from torchax_core.convert import is_traced
+from torchax_core.customs import tracing_functions
 from torchax_core.gradients import Gradients
 from torchax_core.guards import Guards
 from torchax_core.optimizers import tracing_optimizers
@@ -193,9 +194,10 @@ class Program:
         succeeded = False
         try:
             with (
-                watching_grads(),
-                tracing_optimizers(),
-                tracing_scalers(),
+                watching_grads,
+                tracing_functions,
+                tracing_optimizers,
+                tracing_scalers,
                 naming_modules(trace, self.owner.fn),
                 torch.autograd.set_multithreading_enabled(False),
                 _as_written(),

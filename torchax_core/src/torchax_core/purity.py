@@ -166,7 +166,7 @@ def pure() -> Iterator[PureTrace]:
     active.trace = trace  # type: ignore[assignment]
     active.kernels = trace.kernels(active.environment)
     try:
-        with torch.autograd.set_multithreading_enabled(False), torch.enable_grad(), tracing_functions():
+        with torch.autograd.set_multithreading_enabled(False), torch.enable_grad(), tracing_functions:
             yield trace
     finally:
         active.trace, active.kernels = before

@@ -8,37 +8,24 @@ Source: https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
+from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Tensor, active
 
 __all__ = ["tracing_scalers"]
 
-_lock = threading.Lock()
-_depth = 0
 _original: Any = GradScaler._maybe_opt_step
 
 
-@contextlib.contextmanager
-def tracing_scalers() -> Iterator[None]:
+@SharedPatches
+def tracing_scalers(stack: contextlib.ExitStack) -> None:
     """Let scalers in traces of any thread decide on the device; those of other threads go straight on."""
-    global _depth
-    with _lock:
-        _depth += 1
-        GradScaler._maybe_opt_step = _maybe_step  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        with _lock:
-            _depth -= 1
-            if _depth == 0:
-                GradScaler._maybe_opt_step = _original  # type: ignore[method-assign]
+    patch(stack, GradScaler, "_maybe_opt_step", _maybe_step)
 
 
 def _maybe_step(self: GradScaler, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torchax_core.convert import is_traced
 from torchax_core.cuts import cut, cut_unwanted, in_no_grad, run_kernel
 from torchax_core.random import RandomState
+from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Storage, Tensor, active, tensors_among
 
 __all__ = ["Lifted", "Trace", "get_grad", "promote_placeholders", "set_grad", "watching_grads"]
@@ -74,26 +74,11 @@ class _WatchedRequiresGrad:
         torch.Tensor.requires_grad.__set__(tensor, value)  # type: ignore[attr-defined]
 
 
-_watchers = 0
-_watchers_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def watching_grads() -> Iterator[None]:
+@SharedPatches
+def watching_grads(stack: contextlib.ExitStack) -> None:
     """Tell traces of reads and writes of `.grad`, and reads of `.requires_grad`, from Python."""
-    global _watchers
-    with _watchers_lock:
-        _watchers += 1
-        if _watchers == 1:
-            Tensor.grad = _WatchedGrad()  # type: ignore[assignment]
-            Tensor.requires_grad = _WatchedRequiresGrad()  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        with _watchers_lock:
-            _watchers -= 1
-            if _watchers == 0:
-                del Tensor.grad, Tensor.requires_grad
+    patch(stack, Tensor, "grad", _WatchedGrad())
+    patch(stack, Tensor, "requires_grad", _WatchedRequiresGrad())
 
 
 class Lifted:
