@@ -71,7 +71,8 @@ class HandWritten:
         optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         self.tokens = int32(tokens)
         self.params = gpt_params(model)
-        self.state = optimizer.init(self.params)
+        self.state: Any = None
+        self.init = optimizer.init
 
         @partial(jax.jit, donate_argnums=(0, 1))
         def step(params: Params, state: Any, tokens: jax.Array) -> tuple[Params, Any, jax.Array]:
@@ -82,7 +83,9 @@ class HandWritten:
         self.step = step
 
     def __call__(self) -> jax.Array:
-        """One step; the loss before it."""
+        """One step; the loss before it. The first makes the optimizer's state, as torch's does."""
+        if self.state is None:
+            self.state = self.init(self.params)
         self.params, self.state, loss = self.step(self.params, self.state, self.tokens)
         return loss
 
