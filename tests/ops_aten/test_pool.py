@@ -37,6 +37,12 @@ def test_max_pool_of_equals(dtype):
         assert_matches_torch(F.adaptive_max_pool2d, x, (4, 3), return_indices=True)
 
 
+def test_max_pool_of_large_windows():
+    x = sample((1, 2, 12, 11), torch.float32, low=0, high=3)
+    x[0, 0, 5, 4] = x[0, 0, 9, 2] = float("nan")
+    assert_matches_torch(F.max_pool2d, x, (7, 6), 2, 3, return_indices=True)
+
+
 def test_max_pool_of_nan_and_infinities():
     x = sample((1, 2, 8, 8), torch.float32)
     x[0, 0, 2:4, 2:5] = float("nan")
@@ -87,6 +93,9 @@ def test_adaptive_sizes():
     x = image(2, torch.float32)
     x[0, 0, 0, 0] = float("inf")
     assert_matches_torch(F.adaptive_avg_pool2d, x, (4, 3))  # an infinity stays in its own window
+    long = sample((2, 100), torch.float64)
+    assert_matches_torch(F.adaptive_avg_pool1d, long, 37, grad=True)
+    assert_matches_torch(F.adaptive_max_pool1d, long, 37, return_indices=True)
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
@@ -107,7 +116,7 @@ def test_fractional(ndim):
 
     assert_matches_torch(fn, image(ndim), (4, 5, 3)[:ndim], grad=True)
     assert_matches_torch(fn, image(ndim), (1, 2, 5)[:ndim])
-    assert_matches_torch(fn, image(ndim)[:0], (4, 5, 3)[:ndim])
+    assert_matches_torch(fn, image(ndim)[:0], (4, 5, 3)[:ndim], grad=True)
 
 
 def test_lp_pool():

@@ -1,5 +1,7 @@
 """resize.py against CPU torch."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,6 +47,9 @@ def test_antialiased(mode):
         assert_matches_torch(F.interpolate, image(2), size[:2], mode=mode, antialias=True, grad=True)
     assert_matches_torch(F.interpolate, image(2), scale_factor=(0.4, 1.3), mode=mode, antialias=True, grad=True)
     assert_matches_torch(F.interpolate, image(2), (4, 5), mode=mode, antialias=True, align_corners=True)
+    assert_matches_torch(
+        F.interpolate, sample((1, 1, 60, 4), torch.float64), (2, 4), mode=mode, antialias=True, grad=True
+    )
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
@@ -70,20 +75,40 @@ def test_uint8_nearest():
 def test_infinities_stay_where_they_are():
     x = image(2, torch.float32)
     x[0, 0, 2, 2] = float("inf")
-    assert_matches_torch(F.interpolate, x, (18, 16), mode="nearest")
+    for mode in ("nearest", "bilinear"):
+        assert_matches_torch(F.interpolate, x, (18, 16), mode=mode)
     assert_matches_torch(F.adaptive_avg_pool2d, x, (3, 4))
 
 
-@pytest.mark.parametrize("align_corners", [False, True])
-@pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
-@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+PADDINGS = set(itertools.product(["zeros", "border", "reflection"], [False, True]))
+"""With whether corners are aligned. Of the modes other than bilinear, and in three dims, a part of them is run."""
+FEW_PADDINGS = {("zeros", False), ("border", True), ("reflection", False), ("reflection", True)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "padding_mode", "align_corners"),
+    [
+        (mode, *padding)
+        for mode in ("bilinear", "nearest", "bicubic")
+        for padding in sorted(PADDINGS if mode == "bilinear" else FEW_PADDINGS)
+    ],
+)
 def test_grid_sample(mode, padding_mode, align_corners):
     options = {"mode": mode, "padding_mode": padding_mode, "align_corners": align_corners}
     grid = sample((2, 4, 7, 2), torch.float64, low=-2, high=2, seed=1)
     assert_matches_torch(F.grid_sample, image(2), grid, grad=True, **options)
-    if mode == "bilinear" or (mode, align_corners) == ("nearest", False):
+    three_dims = FEW_PADDINGS if mode == "bilinear" else {("zeros", False)} if mode == "nearest" else {}
+    if (padding_mode, align_corners) in three_dims:
         grid = sample((2, 3, 4, 5, 3), torch.float64, low=-2, high=2, seed=1)
         assert_matches_torch(F.grid_sample, image(3), grid, grad=True, **options)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_nan_in_a_grid(mode):
+    """It clips to the first element if paddings clip; outside, with zeros, it is nowhere. A cubic kernel of it is NaN."""
+    grid = torch.tensor([[[[float("nan"), 0.1], [0.2, float("nan")], [0.3, 0.4]]]], dtype=torch.float64)
+    for padding_mode in ("zeros", "border", "reflection"):
+        assert_matches_torch(F.grid_sample, image(2)[:1], grid, mode, padding_mode, align_corners=False)
 
 
 def test_grid_sample_at_the_edges():

@@ -8,9 +8,9 @@ One-dimensional pooling is composite and arrives here as two-dimensional.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,23 @@ class Windows:
             window_dilation=ones + self.dilation,
         )
 
+    def elements(self, x: jax.Array, init: jax.Array | np.generic) -> Iterator[jax.Array]:
+        """The first element of every window over the last dims of `x`, then the second, ...: (..., *count) each.
+
+        Outside of `x` is `init`.
+        """
+        ndim = len(self.spatial)
+        spans = [(n - 1) * s + 1 for n, s in zip(self.count, self.stride, strict=True)]
+        reaches = [n + d * (k - 1) for n, d, k in zip(spans, self.dilation, self.kernel, strict=True)]
+        pads = [
+            (p, max(reach - size - p, 0), 0) for p, reach, size in zip(self.padding, reaches, self.spatial, strict=True)
+        ]
+        x = jax.lax.pad(x, init, [(0, 0, 0)] * (x.ndim - ndim) + pads)
+        for offsets in np.ndindex(*self.kernel):
+            starts = [o * d for o, d in zip(offsets, self.dilation, strict=True)]
+            at = [slice(o, o + span, s) for o, span, s in zip(starts, spans, self.stride, strict=True)]
+            yield x[..., *at]
+
     def divisor(self, count_include_pad: bool) -> np.ndarray:
         """The number of elements an average divides by, per window: (*count). Padding counts if asked for; what
         `ceil_mode` reaches beyond it never does."""
@@ -120,21 +137,42 @@ def _max_pool(x: jax.Array, windows: Windows) -> jax.Array:
     return windows.reduce(x, _lowest(x.dtype), jax.lax.max)
 
 
+_FEW = 32
+"""Windows of no more elements are compared element by element, which XLA fuses into one loop over the windows."""
+
+
 def _max_pool_with_indices(self: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array]:
     """Maxima and their positions. Apart, so that a compiled program that drops the positions does not compute them."""
     x = opmath(self)
-    positions = jnp.broadcast_to(_flat_positions(windows.spatial), x.shape)
-    _, indices = windows.reduce((x, positions), (_lowest(x.dtype), _NOWHERE), _greater)
+    positions = _flat_positions(windows.spatial)
+    if math.prod(windows.kernel) <= _FEW:
+        pairs = zip(windows.elements(x, _lowest(x.dtype)), windows.elements(positions, _NOWHERE), strict=True)
+        _, indices = functools.reduce(_greater, ((value, jnp.broadcast_to(at, value.shape)) for value, at in pairs))
+    else:
+        operands = x, jnp.broadcast_to(positions, x.shape)
+        _, indices = windows.reduce(operands, (_lowest(x.dtype), _NOWHERE), _greater)
     return _max_pool(x, windows), indices
+
+
+def _max_over(x: jax.Array, positions: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """The maximum over `axes`, and its position by the rule of `_greater`.
+
+    Two reductions of one array each, which XLA vectorizes where it does not one of two. A NaN's position is turned into
+    a negative number, of which the last is the least.
+    """
+    values = jax.lax.reduce(x, _lowest(x.dtype), jax.lax.max, axes)
+    found = jnp.where(x == jnp.expand_dims(values, axes), positions, _NOWHERE)
+    first = jax.lax.reduce(jnp.where(x != x, -1 - positions, found), _NOWHERE, jax.lax.min, axes)
+    return values, jnp.where(first < 0, -1 - first, first)
 
 
 def _to_positions(values: jax.Array, indices: jax.Array, spatial: Sequence[int], *, add: bool) -> jax.Array:
     """Zeros (..., *spatial) with `values` at flat positions `indices`; where some meet, their sum or one of them."""
     lead = values.shape[: values.ndim - len(spatial)]
-    planes, size = math.prod(lead), math.prod(spatial)
-    at = jnp.arange(planes)[:, None], indices.reshape(planes, -1)
+    planes, size, count = math.prod(lead), math.prod(spatial), math.prod(values.shape[len(lead) :])
+    at = jnp.arange(planes)[:, None], indices.reshape(planes, count)
     place = jnp.zeros((planes, size), values.dtype).at[at]
-    flat = values.reshape(planes, -1)
+    flat = values.reshape(planes, count)
     return (place.add(flat) if add else place.set(flat)).reshape(*lead, *spatial)
 
 
@@ -204,8 +242,9 @@ def max_unpool3d(self, indices, output_size, stride, padding):
 
 def _divided(x: jax.Array, divisor: jax.Array | np.ndarray | int) -> jax.Array:
     """`x / divisor`; integers are cut off towards zero."""
-    divisor = jnp.broadcast_to(jnp.asarray(divisor).astype(x.dtype), x.shape)
-    return jax.lax.div(x, divisor)
+    if isinstance(divisor, np.ndarray) and divisor.size and (divisor == divisor.flat[0]).all():
+        divisor = divisor.flat[0]  # one number rather than an array of them to read
+    return jax.lax.div(x, jnp.broadcast_to(jnp.asarray(divisor).astype(x.dtype), x.shape))
 
 
 def _avg_pool(
@@ -266,42 +305,57 @@ def avg_pool3d_backward(
 # -- adaptive ----------------------------------------------------------------------------------------
 
 
-def _adaptive_windows(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """`count` windows that together cover `size` elements: positions (count, longest), and which of them are meant.
-
-    Window i holds the elements from floor(i * size / count) to ceil((i + 1) * size / count). Positions past its end
-    repeat its last element.
-    """
+def _adaptive_bounds(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where `count` windows that together cover `size` elements start, and where they stop: (count,) both."""
     starts: np.ndarray = np.arange(count) * size // max(count, 1)
-    stops: np.ndarray = -(-(np.arange(count) + 1) * size // max(count, 1))
-    longest = int((stops - starts).max(initial=1))
-    positions = starts[:, None] + np.arange(longest)
-    return np.minimum(positions, stops[:, None] - 1), positions < stops[:, None]
+    return starts, -(-(np.arange(count) + 1) * size // max(count, 1))
 
 
-def _gathered(x: jax.Array, windows: Sequence[tuple[np.ndarray, np.ndarray]]) -> jax.Array:
-    """The windows of the last dims of `x`: (..., d1, d2) -> (..., count1, longest1, count2, longest2).
+def _adaptive_windows(x: jax.Array, axis: int, count: int) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    """`count` windows that together cover an axis: (..., size, ...) -> (..., count, longest, ...).
 
-    `windows` are pairs of positions and a mask, per dim; one dim is gathered after the other.
+    returns: the windows, the positions of their elements, and which of these are meant: (count, longest) both.
     """
-    lead = x.ndim - len(windows)
-    for place, (positions, _) in enumerate(windows):
-        x = jnp.take(x, positions, axis=lead + 2 * place)
-    return x
+    size = x.shape[axis]
+    starts, stops = _adaptive_bounds(size, count)
+    longest = int((stops - starts).max(initial=1))
+    if size == count * longest:
+        windows = x.reshape(*x.shape[:axis], count, longest, *x.shape[axis + 1 :])
+        positions = np.arange(size).reshape(count, longest)
+    else:
+        begins = np.minimum(starts, size - longest)  # the last windows may be shorter
+        windows = jax.vmap(lambda at: jax.lax.dynamic_slice_in_dim(x, at, longest, axis), out_axes=axis)(begins)
+        positions = begins[:, None] + np.arange(longest)
+    return windows, positions, (positions >= starts[:, None]) & (positions < stops[:, None])
+
+
+def _beside(x: np.ndarray, place: int, ndim: int) -> np.ndarray:
+    """A (count, longest) array of dim `place` of `ndim`, to go with windows (..., count1, longest1, count2, longest2)."""
+    return x.reshape(*x.shape, *(1, 1) * (ndim - place - 1))
+
+
+def _adaptive_sum(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """The sum of each of `count` windows of an axis."""
+    starts, stops = _adaptive_bounds(x.shape[axis], count)
+    if 1 < count <= _FEW and x.shape[axis] % count:  # a copy of windows of unlike lengths takes longer than their sums
+        sums = (jax.lax.slice_in_dim(x, *ends, axis=axis).sum(axis) for ends in zip(starts, stops, strict=True))
+        return jnp.stack(list(sums), axis)
+    windows, _, meant = _adaptive_windows(x, axis, count)
+    if not meant.all():
+        windows = jnp.where(meant.reshape(*meant.shape, *(1,) * (x.ndim - axis - 1)), windows, jnp.zeros((), x.dtype))
+    return windows.sum(axis + 1)
 
 
 def _adaptive_avg_pool(self: jax.Array, output_size: Sequence[int]) -> jax.Array:
     """The mean of each adaptive window, over the last dims. Linear in `self`."""
-    ndim = len(output_size)
     x = opmath(self)
-    lead = x.ndim - ndim
+    lead = x.ndim - len(output_size)
     divisor: np.ndarray = np.ones((), np.int64)
-    for place, count in enumerate(output_size):
-        positions, meant = _adaptive_windows(x.shape[lead + place], count)
-        windows = jnp.take(x, positions, axis=lead + place)
-        meant_here = meant.reshape(*meant.shape, *(1,) * (ndim - place - 1))
-        x = jnp.where(meant_here, windows, jnp.zeros((), x.dtype)).sum(lead + place + 1)
-        divisor = divisor[..., None] * meant.sum(1)
+    for axis, count in enumerate(output_size, lead):
+        starts, stops = _adaptive_bounds(x.shape[axis], count)
+        divisor = divisor[..., None] * (stops - starts)
+        if count != x.shape[axis]:
+            x = _adaptive_sum(x, axis, count)
     return _divided(x, divisor)
 
 
@@ -313,7 +367,7 @@ def adaptive_avg_pool(self, output_size):
 
 def _adaptive_avg_pool_backward(grad_output: jax.Array, self: jax.Array, ndim: int) -> jax.Array:
     """The transpose of `_adaptive_avg_pool`."""
-    return _transposed(partial(_adaptive_avg_pool, output_size=grad_output.shape[-ndim:]), self, grad_output)
+    return _transposed(functools.partial(_adaptive_avg_pool, output_size=grad_output.shape[-ndim:]), self, grad_output)
 
 
 @ops.lowering("aten::_adaptive_avg_pool2d_backward")
@@ -330,17 +384,18 @@ def _adaptive_avg_pool3d_backward(grad_output, self):
 
 @ops.lowering("aten::adaptive_max_pool2d", "aten::adaptive_max_pool3d")
 def adaptive_max_pool(self, output_size):
-    """The maximum of each of `output_size` windows that cover the last dims, and its position.
-
-    Positions past a window's end repeat its last element, which changes neither its maximum nor where that is.
-    """
-    spatial = self.shape[-len(output_size) :]
-    windows = [_adaptive_windows(size, count) for size, count in zip(spatial, output_size, strict=True)]
-    x = opmath(self)
-    values = _gathered(x, windows)
-    indices = jnp.broadcast_to(_gathered(_flat_positions(spatial), windows), values.shape)
-    axes = tuple(range(self.ndim - len(spatial) + 1, values.ndim, 2))
-    return jax.lax.reduce((values, indices), (_lowest(x.dtype), _NOWHERE), _greater, axes)
+    """The maximum of each of `output_size` windows that cover the last dims, and its position."""
+    x, ndim = opmath(self), len(output_size)
+    lead = x.ndim - ndim
+    flat = jnp.zeros((), jnp.int32)
+    all_meant: np.ndarray = np.ones((), np.bool_)
+    for place, (size, count) in enumerate(zip(self.shape[lead:], output_size, strict=True)):
+        x, positions, meant = _adaptive_windows(x, lead + 2 * place, count)
+        flat = flat * size + _beside(positions.astype(np.int32), place, ndim)
+        all_meant = all_meant & _beside(meant, place, ndim)
+    if not all_meant.all():
+        x, flat = jnp.where(all_meant, x, _lowest(x.dtype)), jnp.where(all_meant, flat, _NOWHERE)
+    return _max_over(x, flat, tuple(range(lead + 1, x.ndim, 2)))
 
 
 @ops.lowering("aten::adaptive_max_pool2d_backward")
@@ -404,7 +459,7 @@ def _fractional_max_pool(
     planes, at = x.reshape(*lead, math.prod(spatial)), flat.reshape(*lead, math.prod(flat.shape[len(lead) :]))
     values = jnp.take_along_axis(planes, at, axis=-1).reshape(flat.shape)
     axes = tuple(range(len(lead) + 1, flat.ndim, 2))
-    return jax.lax.reduce((values, flat.astype(jnp.int32)), (_lowest(x.dtype), _NOWHERE), _greater, axes)
+    return _max_over(values, flat.astype(jnp.int32), axes)
 
 
 @ops.lowering("aten::fractional_max_pool2d")

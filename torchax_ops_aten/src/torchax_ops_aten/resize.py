@@ -7,9 +7,10 @@ alone and are computed by NumPy when an op is traced. Its gradients are the tran
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -69,12 +70,12 @@ def _linear_taps(size: int, out: int, scale: float | None, dtype: np.dtype, *, a
 
 
 def _cubic(distance, a: float):
-    """Keys' cubic convolution kernel; 0 from a distance of 2. Array library by its argument."""
+    """Keys' cubic convolution kernel; 0 from a distance of 2, NaN of NaN. Array library by its argument."""
     xp = np if isinstance(distance, np.ndarray) else jnp
     x = xp.abs(distance)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = (((x - 5) * x + 8) * x - 4) * a
-    return xp.where(x <= 1, near, xp.where(x < 2, far, 0))
+    return xp.where(x <= 1, near, xp.where(x >= 2, 0, far))
 
 
 def _cubic_taps(size: int, out: int, scale: float | None, dtype: np.dtype, *, align_corners: bool) -> Taps:
@@ -130,10 +131,24 @@ def _antialiased_taps(
 # -- resampling by taps ------------------------------------------------------------------------------
 
 
-def _weighed(windows: jax.Array, weights: np.ndarray, axis: int) -> jax.Array:
-    """The sum of `windows` (..., taps, ...) along `axis`, each tap times its weight."""
-    # A weight of 0 takes nothing: an inf or NaN beside a window stays outside.
-    return jnp.where(weights != 0, windows * weights, 0).sum(axis)
+_FEW = 16
+"""So many taps are gathered one by one, each in the loop that adds it up: XLA on CPU is ten times slower with them all."""
+
+
+def _weighed(x: jax.Array, positions: np.ndarray, weights: np.ndarray, axis: int) -> jax.Array:
+    """`x` resampled along `axis`: the sum of its taps (out, taps), each times its weight."""
+    beside = (1,) * (x.ndim - axis - 1)
+
+    def times(taken: jax.Array, weights: np.ndarray) -> jax.Array:
+        # A weight of 0 takes nothing: an inf or NaN beside a window stays outside.
+        return taken * weights if weights.all() else jnp.where(weights != 0, taken * weights, 0)
+
+    if positions.shape[1] > _FEW:
+        return times(jnp.take(x, positions, axis=axis), weights.reshape(*weights.shape, *beside)).sum(axis + 1)
+    taps = zip(positions.T, weights.T, strict=True)
+    return functools.reduce(
+        jnp.add, (times(jnp.take(x, at, axis=axis), weight.reshape(-1, *beside)) for at, weight in taps)
+    )
 
 
 def _merged(positions: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -143,7 +158,7 @@ def _merged(positions: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.where(first, (same * weights[:, None, :]).sum(2), 0)
 
 
-def _weighed_integers(windows: jax.Array, weights: np.ndarray, axis: int) -> jax.Array:
+def _weighed_integers(x: jax.Array, positions: np.ndarray, weights: np.ndarray, axis: int) -> jax.Array:
     """`_weighed` for uint8 images to the bit, in the fixed point arithmetic of torch's kernels (and Pillow's).
 
     Weights are 16 bits with as many of them after the point as the largest allows.
@@ -151,7 +166,7 @@ def _weighed_integers(windows: jax.Array, weights: np.ndarray, axis: int) -> jax
     largest = weights.max(initial=0)
     point = next(p for p in range(22) if p == 21 or int(0.5 + largest * 2 ** (p + 1)) >= 2**15)
     fixed = np.trunc(weights * 2**point + np.copysign(0.5, weights)).astype(np.int32)
-    total = (windows * fixed).sum(axis, dtype=jnp.int32)
+    total = _weighed(x, positions, fixed, axis)
     return jnp.clip((total + 2 ** (point - 1)) >> point, 0, 255)
 
 
@@ -171,9 +186,7 @@ def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float 
             if x.shape[axis] == output_size[place]:
                 continue  # whatever the scale, as torch has it
             weights = _merged(positions, weights)
-        weights = weights.reshape(*weights.shape, *(1,) * (ndim - place - 1))
-        weigh = _weighed_integers if integer else _weighed
-        x = weigh(jnp.take(x, positions, axis=axis), weights, axis + 1)
+        x = (_weighed_integers if integer else _weighed)(x, positions, weights, axis)
     return x
 
 
@@ -182,24 +195,24 @@ def _resize_backward(
 ) -> jax.Array:
     """The transpose of `_resize`."""
     grad = opmath(grad_output)
-    forward = partial(_resize, output_size=grad.shape[2:], scales=scales, taps=taps)
+    forward = functools.partial(_resize, output_size=grad.shape[2:], scales=scales, taps=taps)
     return jax.linear_transpose(forward, jax.ShapeDtypeStruct(tuple(input_size), grad.dtype))(grad)[0]
 
 
 def _nearest(exact: bool) -> TapsOf:
-    return partial(_nearest_taps, exact=exact)
+    return functools.partial(_nearest_taps, exact=exact)
 
 
 def _linear(align_corners: bool) -> TapsOf:
-    return partial(_linear_taps, align_corners=align_corners)
+    return functools.partial(_linear_taps, align_corners=align_corners)
 
 
 def _bicubic(align_corners: bool) -> TapsOf:
-    return partial(_cubic_taps, align_corners=align_corners)
+    return functools.partial(_cubic_taps, align_corners=align_corners)
 
 
 def _antialiased(kernel: Callable[[np.ndarray], np.ndarray], reach: int, align_corners: bool) -> TapsOf:
-    return partial(_antialiased_taps, align_corners=align_corners, kernel=kernel, reach=reach)
+    return functools.partial(_antialiased_taps, align_corners=align_corners, kernel=kernel, reach=reach)
 
 
 def _cubic_aa(x: np.ndarray) -> np.ndarray:
@@ -340,13 +353,13 @@ def _reflected(position: jax.Array, low: float, high: float) -> jax.Array:
 
 
 def _clipped(position: jax.Array, size: int) -> jax.Array:
-    """`position` brought into [0, size - 1]. Its gradient is 0 where that changed it, and at the very edges."""
-    clipped = jax.lax.stop_gradient(jnp.clip(position, 0, size - 1))
+    """`position` brought into [0, size - 1], NaN to 0. Its gradient is 0 where that changed it, and at the very edges."""
+    clipped = jax.lax.stop_gradient(jnp.where(jnp.isnan(position), 0, jnp.clip(position, 0, size - 1)))
     return jnp.where((position > 0) & (position < size - 1), position, clipped)
 
 
 def _padded(position: jax.Array, size: int, padding_mode: int, align_corners: bool) -> jax.Array:
-    """`position` in elements, brought inside as `padding_mode` says; zeros leaves it outside."""
+    """`position` in elements, brought inside as `padding_mode` says; zeros leaves it outside, and NaN as it is."""
     if padding_mode == _ZEROS:
         return position
     if padding_mode == _REFLECTION:
@@ -361,7 +374,7 @@ def _sampled(image: jax.Array, places: Sequence[jax.Array]) -> jax.Array:
     inside = jnp.ones(places[0].shape, bool)
     for place, size in zip(places, spatial, strict=True):
         inside &= (place >= 0) & (place <= size - 1)
-    indices = [jnp.where(inside, place, 0).astype(jnp.int64) for place in places]
+    indices = [jnp.where(inside, place, 0).astype(jnp.int32) for place in places]
     taken = jax.vmap(lambda plane, *at: plane[(slice(None), *at)])(image, *indices)
     return jnp.where(inside[:, None], taken, jnp.zeros((), image.dtype))
 
@@ -372,8 +385,6 @@ def _grid_sample(
     """`input` (n, c, *spatial) sampled at `grid` (n, *out, ndim), whose last axis is x, y(, z) in [-1, 1]."""
     image, grid = opmath(input), opmath(grid)
     spatial = image.shape[2:]
-    # torch documents that a NaN in the grid counts as -1.
-    grid = jnp.where(jnp.isnan(grid), -1, grid)
     positions = [_unnormalized(grid[..., -1 - place], size, align_corners) for place, size in enumerate(spatial)]
     if interpolation_mode != _BICUBIC:
         # The bicubic mode pads each of its taps instead.
@@ -381,23 +392,22 @@ def _grid_sample(
     if interpolation_mode == _NEAREST:
         return _sampled(image, [jnp.round(p) for p in positions])
 
-    # All taps at once: dim number `dim` has its taps in axis 1 + dim of what is gathered, (n, *taps, *out).
-    offsets = jnp.arange(2) if interpolation_mode == _BILINEAR else jnp.arange(-1, 3)
-    places, weight = [], jnp.ones((), image.dtype)
-    for dim, (position, size) in enumerate(zip(positions, spatial, strict=True)):
-        low = jnp.floor(jax.lax.stop_gradient(position))
-        tap_axes = tuple(range(1, 1 + len(spatial)))
-        along = offsets.reshape([-1 if axis == dim + 1 else 1 for axis in range(position.ndim + len(spatial))])
-        place = jnp.expand_dims(low, tap_axes) + along
-        distance = jnp.expand_dims(position - low, tap_axes) - along
-        if interpolation_mode == _BICUBIC:
-            weight = weight * _cubic(distance, -0.75)
-            place = jnp.round(_padded(place, size, padding_mode, align_corners))
-        else:
-            weight = weight * jnp.where(along == 0, 1 - distance, 1 + distance)
-        places.append(place)
-    taps = _sampled(image, jnp.broadcast_arrays(*places)) * weight[:, None]
-    return taps.sum(range(2, 2 + len(spatial)))
+    # Tap after tap, each gathered in the loop that adds it up: XLA on CPU is ten times slower with all of them at once.
+    bicubic = interpolation_mode == _BICUBIC
+    lows = [jnp.floor(jax.lax.stop_gradient(position)) for position in positions]
+    total = jnp.zeros((), image.dtype)
+    for offsets in itertools.product(range(-1, 3) if bicubic else range(2), repeat=len(spatial)):
+        places, weight = [], jnp.ones((), image.dtype)
+        for offset, low, position, size in zip(offsets, lows, positions, spatial, strict=True):
+            place, distance = low + offset, position - low - offset
+            if bicubic:
+                weight = weight * _cubic(distance, -0.75)
+                place = jnp.round(_padded(place, size, padding_mode, align_corners))
+            else:
+                weight = weight * (1 - distance if offset == 0 else 1 + distance)
+            places.append(place)
+        total = total + _sampled(image, places) * weight[:, None]
+    return total
 
 
 def _grid_sample_backward(
