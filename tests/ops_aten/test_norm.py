@@ -158,6 +158,11 @@ def test_renorm(p):
     x = sample((3, 4, 2), torch.float64)
     assert_matches_torch(torch.renorm, x, p, 1, 2.0, forms=("functional", "inplace", "out"))
     assert_matches_torch(torch.renorm, x.to(torch.complex128) * 1j, p, -1, 2.0)
+    assert_matches_torch(torch.renorm, x[:0], p, 0, 2.0)
+    if p == float("inf"):
+        assert_same_error(torch.renorm, x[:, :0], p, 0, 2.0, wording=True)
+    else:
+        assert_matches_torch(torch.renorm, x[:, :0], p, 0, 2.0)
 
 
 def test_rms_norm_under_every_kind_of_differentiation():

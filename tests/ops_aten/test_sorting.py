@@ -91,6 +91,13 @@ def test_unique(dtype):
         assert_matches_torch(torch.unique_consecutive, x, dim=dim, return_inverse=True, return_counts=True)
 
 
+def test_unique_of_no_slices_and_of_empty_ones():
+    for unique in (torch.unique, torch.unique_consecutive):
+        assert_matches_torch(unique, torch.empty(0, 3), dim=0, return_inverse=True, return_counts=True)
+        for shape in ((3, 0), (0, 0)):
+            assert_same_error(unique, torch.empty(shape), dim=0, wording=True)
+
+
 def test_unique_under_jit_names_the_alternative():
     import torchax_core
 

@@ -294,7 +294,9 @@ def masked_fill(self, mask, value):
 def masked_scatter(self, mask, source):
     """`self` with the elements of `source`, in order, written where `mask` is True.
 
-    self, mask: broadcast together; source: any shape, at least as many elements as `mask` has True.
+    self, mask: broadcast together; source: any shape, at least as many elements as `mask` has True. If it has fewer, CPU
+    torch raises; here its last element stands for those that are missing, since to count the mask, each call would have
+    to wait for the device.
     """
     if mask.dtype != jnp.bool_:
         raise RuntimeError(f"masked_scatter_ only supports boolean masks, but got mask with dtype {mask.dtype}")

@@ -372,6 +372,14 @@ def renorm(self, p, dim, maxnorm):
     source: the 1e-7 that keeps the quotient below `maxnorm` is torch's (aten/src/ATen/native/Normalization.cpp).
     """
     x = opmath(self)
+    if x.size == 0:
+        empty = [place for place in _all_but(x.ndim, dim) if x.shape[place] == 0]
+        if p == jnp.inf and empty:  # torch's own error, in its words
+            raise RuntimeError(
+                f"linalg.vector_norm cannot compute the inf norm on the dimension {empty[0]}because this dimension is empty "
+                "and the operation does not have an identity"
+            )
+        return x
     norms = jnp.linalg.norm(jnp.moveaxis(x, dim, 0).reshape(self.shape[dim], -1), ord=p, axis=1)
     factor = jnp.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)
     return x * jnp.expand_dims(factor, _all_but(self.ndim, dim)).astype(x.dtype)

@@ -4,6 +4,7 @@ on the host.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -163,14 +164,22 @@ def unique_dim(self, dim, sorted=True, return_inverse=False, return_counts=False
              not, as in torch.
     """
     rows = np.moveaxis(np.asarray(self), dim, 0)
-    flat = rows.reshape(rows.shape[0], -1)
-    # lexsort takes the least significant key first.
-    order = np.lexsort(flat.T[::-1]) if flat.shape[1] else np.arange(flat.shape[0])
+    _refuse_empty_slices(rows)
+    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    order = np.lexsort(flat.T[::-1])  # which takes the least significant key first
     starts = _run_starts(flat[order])
     inverse = np.empty(flat.shape[0], np.int64)
     inverse[order] = np.cumsum(starts) - 1
     values = np.moveaxis(rows[order][starts], 0, dim)
     return _unique_result(values, inverse, _run_lengths(starts))
+
+
+def _refuse_empty_slices(rows: np.ndarray) -> None:
+    """RuntimeError if `rows`, (n, ...), have no elements. The wording is torch's."""
+    if 0 in rows.shape[1:]:
+        if rows.shape[0] == 0:
+            raise RuntimeError("Number of zero sized dimensions is more than one, so unique cannot be applied ")
+        raise RuntimeError("There are 0 sized dimensions, and they aren't selected, so unique cannot be applied")
 
 
 def _run_starts(rows: np.ndarray) -> np.ndarray:
@@ -190,6 +199,7 @@ def unique_consecutive(self, return_inverse=False, return_counts=False, dim=None
     """One of each run of equal elements, or of equal slices along `dim`. returns: as `_unique2`, or as `unique_dim`."""
     x = np.asarray(self)
     rows = x.ravel() if dim is None else np.moveaxis(x, dim, 0)
+    _refuse_empty_slices(rows)
     starts = _run_starts(rows)
     values = rows[starts] if dim is None else np.moveaxis(rows[starts], 0, dim)
     inverse = (np.cumsum(starts) - 1).reshape(x.shape if dim is None else (-1,)) if return_inverse else None
