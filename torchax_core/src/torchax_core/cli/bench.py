@@ -23,6 +23,7 @@ class Benchmark(enum.StrEnum):
     TRAIN = "train"
     COMPILE = "compile"
     COMPARISON = "comparison"
+    LENGTHS = "lengths"
 
 
 def bench(
