@@ -252,6 +252,12 @@ def unequal(x: torch.Tensor, n: int) -> Tensors:
     rows = torch.cat([x] * n)[: sum(sent)].contiguous()
     out = x.new_zeros(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, rows, received, sent)
+    if x.device.type == "jax":
+        from torchax_ops_c10d import ragged_all_to_all
+
+        counts = torch.tensor(sent, device=x.device)
+        padded, came = ragged_all_to_all(rows, counts, dist.group.WORLD, longest=n, rows=n * n)
+        assert came.tolist() == received and padded[: len(out)].tolist() == out.tolist()
     return [out, funcol.wait_tensor(funcol.all_to_all_single(rows, received, sent, dist.group.WORLD))]
 
 
@@ -284,6 +290,7 @@ def refusals(x: torch.Tensor, n: int) -> Tensors:
         assert "cannot be part of a compiled program" in str(error)
     else:
         raise AssertionError("a collective between processes ran in a compiled program")
+    assert as_one_program(n) == [n * (n - 1) / 2]
     try:
         # everyone sends one row to rank 0, and expects two from it
         dist.all_to_all_single(x.new_zeros(n + 1, 3), x[:n], [2] + [1] * (n - 1), [1] * n)
@@ -292,6 +299,22 @@ def refusals(x: torch.Tensor, n: int) -> Tensors:
     else:
         raise AssertionError("splits that do not agree were taken")
     return []
+
+
+def as_one_program(n: int) -> list[float]:
+    """What the refusal advises: a collective in a program over all processes' devices."""
+    import jax
+
+    import torchax_core
+    from torchax_core import distributed, interop
+    from torchax_ops_c10d import map_group
+
+    mesh = jax.make_mesh((n,), ("everyone",), devices=jax.devices(), axis_types=(jax.sharding.AxisType.Auto,))
+    map_group("everyone, in one program", "everyone")
+    whole = distributed.distribute_tensor(torch.arange(float(n)), mesh, jax.P("everyone"))
+    options = {"mesh": mesh, "in_specs": jax.P("everyone"), "out_specs": jax.P("everyone"), "check_vma": False}
+    program = interop.jax_shard_map(lambda t: funcol.all_reduce(t, "sum", "everyone, in one program"), options)
+    return distributed.local_shards(torchax_core.jit(program)(whole))[0].tensor.tolist()
 
 
 def permute(x: torch.Tensor, n: int) -> Tensors:

@@ -12,8 +12,15 @@ from jax.sharding import PartitionSpec as P
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchax_core.errors import ShapeError
-from torchax_core.interop import jax_view
-from torchax_ops_c10d import CollectiveError, average_gradients, init_single_process, map_group, permute_tensor
+from torchax_core.interop import jax_view, torch_view
+from torchax_ops_c10d import (
+    CollectiveError,
+    average_gradients,
+    init_single_process,
+    map_group,
+    permute_tensor,
+    ragged_all_to_all,
+)
 
 MEMBERS, ROWS = 8, 16
 c10d = torch.ops._c10d_functional
@@ -285,6 +292,43 @@ def test_permute(world):
     np.testing.assert_array_equal(run(gradient, values), 2 * values * np.roll(values, -1, axis=0))
     with pytest.raises(CollectiveError, match="must be a permutation of the members"):
         run(lambda t: permute_tensor(t, [0] * 8, dist.group.WORLD), values)
+
+
+def test_parts_of_different_lengths(world):
+    values = shards(rows=20)
+    counts = np.random.default_rng(1).integers(0, 4, (MEMBERS, MEMBERS))  # from i, to j
+    counts[2], counts[:, 5] = 0, 0  # one sends nothing, another receives nothing
+    sent = [np.split(values[i], np.cumsum(counts[i])) for i in range(MEMBERS)]
+    table = torch.from_numpy(counts).to("jax")
+
+    def send(t):
+        mine = table.index_select(0, torch_view(jax.lax.axis_index("x"))[None])[0]
+        out, received = ragged_all_to_all(t, mine, dist.group.WORLD, longest=3, rows=24)
+        assert received.dtype == torch.int32
+        return out, received
+
+    got = run(lambda t: send(t)[0], values)
+    received = run(lambda t: send(t)[1], values)
+    np.testing.assert_array_equal(received, counts.T)
+    for j in range(MEMBERS):
+        rows = np.concatenate([sent[i][j] for i in range(MEMBERS)])
+        np.testing.assert_array_equal(got[j, : len(rows)], rows)
+        assert not got[j, len(rows) :].any()
+
+    def gradient(t):
+        t = t.clone().requires_grad_()
+        out, _ = send(t * t)
+        (out * torch.arange(24.0, device="jax")[:, None]).sum().backward()
+        return t.grad
+
+    got = run(gradient, values)
+    for i in range(MEMBERS):
+        starts = [counts[:i, j].sum() for j in range(MEMBERS)]
+        weights = np.concatenate([starts[j] + np.arange(counts[i, j]) for j in range(MEMBERS)])
+        np.testing.assert_array_equal(got[i, : len(weights)], 2 * values[i, : len(weights)] * weights[:, None])
+        assert not got[i, len(weights) :].any()
+    with pytest.raises(ShapeError, match="one number of rows for each of the 8 members, but its shape is \\(3,\\)"):
+        run(lambda t: ragged_all_to_all(t, table[0, :3], dist.group.WORLD, longest=3, rows=24)[0], values)
 
 
 def test_a_batch_of_sends_is_a_shift(world):

@@ -85,8 +85,8 @@ def torch_from_array(array: jax.Array) -> torch.Tensor:
     if not (array.is_fully_addressable or array.is_fully_replicated):
         raise ConversionError(
             f"an array of shape {array.shape} lies on devices of several processes, of which this one sees its own. To have all "
-            "of it on the CPU, let every process call `torchax_core.distributed.full_tensor(tensor).cpu()`; this process's parts are "
-            "`torchax_core.distributed.local_shards(tensor)`."
+            "of it on the CPU, let every process call `torchax_core.distributed.full_tensor(tensor).cpu()`; this process's parts "
+            "are `torchax_core.distributed.local_shards(tensor)`."
         )
     if array.ndim > _NUMPY_DIMS:
         return torch_from_array(_reshaped(array, (array.size,))).reshape(array.shape)

@@ -246,8 +246,8 @@ def all_to_all(
             raise CollectiveError(
                 f"{op}: all parts must have one size, as every device runs the same program, in which no shape differs from "
                 f"member to member, but input_split_sizes={input_splits} and output_split_sizes={output_splits} for "
-                f"input.shape={array.shape}. Pad all parts to the largest; where whole tensors change places, use "
-                "torchax_ops_c10d.permute_tensor."
+                f"input.shape={array.shape}. Use torchax_ops_c10d.ragged_all_to_all, whose splits are a tensor, or pad all "
+                "parts to the largest; where whole tensors change places, torchax_ops_c10d.permute_tensor."
             )
         return members.run(spmd.exchange, _parts(op, array, size)).reshape(array.shape)  # type: ignore[no-any-return]
     return _exchange(op, members, array, input_splits, output_splits)

@@ -19,6 +19,7 @@ __all__ = [
     "Axis",
     "broadcast",
     "exchange",
+    "exchange_all",
     "gather",
     "permute",
     "reduce",
@@ -96,6 +97,11 @@ def gather(x: jax.Array, axis: Axis | None) -> jax.Array:
 def exchange(parts: jax.Array, axis: Axis | None) -> jax.Array:
     """Part i goes to member i. parts: (members, ...); returns the parts received, (members, ...)."""
     return parts if axis is None else jax.lax.all_to_all(parts, axis, 0, 0, tiled=True)
+
+
+def exchange_all(several: Sequence[jax.Array], axis: Axis | None) -> list[jax.Array]:
+    """`exchange` of each of several arrays."""
+    return [exchange(parts, axis) for parts in several]
 
 
 def broadcast(x: jax.Array, source: int, axis: Axis | None) -> jax.Array:
