@@ -4,10 +4,14 @@ it touches must be the same after every call."""
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import dataclasses
 import functools
+import sys
+import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -619,3 +623,103 @@ def test_caches_of_transformers() -> None:
         first, second = fresh(tokens), fresh(tokens + 1)
     assert first is not second and not torch.equal(first.layers[0].keys.cpu(), second.layers[0].keys.cpu())
     assert len(step.compilations) <= 4, step.explain()
+
+
+# -- state by ways that nobody watches -------------------------------------------------------------------------------------
+
+
+class Meta(type):
+    w: torch.Tensor
+
+
+class WithMeta(metaclass=Meta):
+    pass
+
+
+ONE = pair("jax", 1)
+
+
+def _defaults() -> tuple[Callable[..., Any], Callable[[torch.Tensor], Any]]:
+    def scaled(x, w=ONE):
+        return x * w
+
+    return scaled, lambda w: setattr(scaled, "__defaults__", (w,))
+
+
+def _keyword_defaults() -> tuple[Callable[..., Any], Callable[[torch.Tensor], Any]]:
+    def scaled(x, *, w=ONE):
+        return x * w
+
+    return lambda x: scaled(x), lambda w: setattr(scaled, "__kwdefaults__", {"w": w})
+
+
+def _partial() -> tuple[Callable[..., Any], Callable[[torch.Tensor], Any]]:
+    held = [functools.partial(torch.mul, pair("jax", 1))]
+    return lambda x: held[0](x), lambda w: held.__setitem__(0, functools.partial(torch.mul, w))
+
+
+def _context() -> tuple[Callable[..., Any], Callable[[torch.Tensor], Any]]:
+    held: contextvars.ContextVar[torch.Tensor] = contextvars.ContextVar("held")
+    held.set(pair("jax", 1))
+    return lambda x: x * held.get(), held.set
+
+
+def _weakly_held() -> tuple[Callable[..., Any], Callable[[torch.Tensor], Any]]:
+    owner = Box(w=pair("jax", 1))
+    reference = weakref.ref(owner)
+    return lambda x: x * reference().w, lambda w: setattr(owner, "w", w)
+
+
+def _generator() -> tuple[Callable[..., Any], Callable[[torch.Tensor], Any]]:
+    def generate():
+        w = pair("jax", 1)
+        while True:
+            given = yield w
+            w = w if given is None else given
+
+    values = generate()
+    next(values)
+    return lambda x: x * next(values), values.send
+
+
+def _state_of_an_optimizer() -> tuple[Callable[..., Any], Callable[[torch.Tensor], Any]]:
+    parameter = nn.Parameter(pair("jax", 1))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter]["w"] = pair("jax", 1)
+    return lambda x: x * optimizer.state[parameter]["w"], lambda w: optimizer.state[parameter].update(w=w)
+
+
+def _metaclass() -> tuple[Callable[..., Any], Callable[[torch.Tensor], Any]]:
+    Meta.w = pair("jax", 1)
+    return lambda x: x * WithMeta.w, lambda w: setattr(Meta, "w", w)
+
+
+def _imported_inside() -> tuple[Callable[..., Any], Callable[[torch.Tensor], Any]]:
+    module = sys.modules["torchax_test_state"] = types.ModuleType("torchax_test_state")
+    module.w = pair("jax", 1)
+
+    def scaled(x):
+        import torchax_test_state
+
+        return x * torchax_test_state.w
+
+    return scaled, lambda w: setattr(module, "w", w)
+
+
+HIDDEN = [
+    *(_defaults, _keyword_defaults, _partial, _context, _weakly_held, _generator),
+    *(_state_of_an_optimizer, _metaclass, _imported_inside),
+]
+
+
+@pytest.mark.parametrize("make", HIDDEN, ids=lambda make: make.__name__)
+def test_state_replaced_where_nobody_looks(make) -> None:
+    """A state tensor that nobody but the program holds any more is not what the function would find."""
+    function, put = make()
+    run = torchax_core.jit(function)
+    for value in (1, 2, 2, 3):
+        put(pair("jax", value))
+        assert run(pair("jax", 5)).tolist() == [5 * value] * 2
+    before = len(run.compilations)
+    run(pair("jax", 5))
+    assert len(run.compilations) == before

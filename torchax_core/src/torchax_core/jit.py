@@ -212,6 +212,8 @@ class JittedFunction:
         if log.recompiles:
             log.logger.info("jit: traced %s", done)
         self.habits.learn(moved, program.captures)
+        for programs in self._programs.values():
+            programs[:] = [known for known in programs if not known.guards.lost]
         programs = self._programs.setdefault(signature, [])
         programs.insert(0, program)
         del programs[_MOST_PROGRAMS:]

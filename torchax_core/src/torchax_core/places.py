@@ -265,7 +265,9 @@ class Places:
         named = [(name, found[name]) for name in _names(function.__code__) if name in found]
         self._single.update({(id(found), name): value for name, value in named})
         self._items(found, named, dict)
-        self._push(function, [value for value in (function.__defaults__, function.__kwdefaults__) if value])
+        defaults = [(name, getattr(function, name)) for name in ("__defaults__", "__kwdefaults__")]
+        self._single.update({(id(function), name): value for name, value in defaults})
+        self._items(function, [(name, value) for name, value in defaults if value], object)
         if "__wrapped__" in vars(function):
             self._push(function, [vars(function)["__wrapped__"]])
 

@@ -158,6 +158,7 @@ class Program:
         self.gradients_matter = self.gradients_matter or self.wants_grad
         self.guards = Guards(
             self._tensors,
+            trace.outside - {id(leaf) for leaf in leaves},
             [*trace.modules.values()],
             self._grad_guards,
             trace.guards,
@@ -383,7 +384,8 @@ class Program:
 
     def finish(self, known: list[Program]) -> None:
         """Compile, unless a program already there is the same but for its guards."""
-        del self.trace
+        self.trace.release()
+        del self.trace, self._tensors, self._grad_guards
         donate = self.owner.donate if self.owner.donate is not None else self.environment.config.donate
         written = {id(store) for store, _ in self.writes if isinstance(store, Storage)}
         first = 2 + len(self.argument_places)

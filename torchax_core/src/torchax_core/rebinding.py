@@ -212,6 +212,7 @@ class Rebinding:
         self.tensors = [t for _, t in entries]
         self.others: list[tuple[Place, Any]] = [(p, t) for p, t in [*left, *self.links] if p.kind is not dict]
         self.counted, self.counts = [c for c, _ in self.lengths], [n for _, n in self.lengths]
+        del self.before  # it holds what may be gone by the next call, and is to be noticed then (guards.py)
 
     def holds(self) -> bool:
         """Whether the places that the program only reads hold the tensors they held."""

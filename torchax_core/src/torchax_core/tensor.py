@@ -468,8 +468,18 @@ def tensors_among(values: Any) -> Iterator[Tensor]:
             yield from tensors_among(value)
 
 
+_changes = 0
+
+
+def changes() -> int:
+    """How often a tensor has become another so far: while this stays the same, tensors keep their storages."""
+    return _changes
+
+
 def become(target: Tensor, source: Tensor) -> None:
     """Make `target` be what `source` is: geometry, dtype, storage. For resized `out=`, `set_`, `t_`, `.data =`."""
+    global _changes
+    _changes += 1
     torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]
     for name in _OWN:
         if name in source.__dict__:

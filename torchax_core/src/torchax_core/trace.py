@@ -140,6 +140,7 @@ class Trace:
     def __init__(self, environment: Any, key: Any, count: Any) -> None:
         self.environment = environment
         self.lifted: dict[int, Lifted] = {}
+        self.outside: set[int] = set()  # the tensors by which storages were met first, by identity
         self.tensors: dict[int, tuple[Tensor, Storage]] = {}
         self.grads: dict[int, tuple[Tensor, Any]] = {}
         self.reset_grads: set[int] = set()
@@ -188,6 +189,7 @@ class Trace:
                 return
             entry = Lifted(store, self._placeholder(jax.typeof(store.array)))
             self.lifted[id(store)] = entry
+            self.outside.add(id(tensor))
             store.write(entry.tracer)
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = (tensor, store)
@@ -301,6 +303,11 @@ class Trace:
             entry.store.array = entry.array
             entry.store.version = entry.version
             entry.array = None
+
+    def release(self) -> None:
+        """Hold none of the tensors any longer: when they are gone from the program's user, they are to be gone."""
+        for held in (self.lifted, self.tensors, self.grads, self.modules):
+            held.clear()  # type: ignore[attr-defined]
 
     def grad_was_used(self, tensor: Tensor) -> bool:
         """Whether a gradient was accumulated into `tensor.grad`, or it was read, before now."""
