@@ -120,7 +120,7 @@ def test_householder(size, dtype):
     a = matrix(2, *size, dtype=dtype)
     assert_matches_torch(torch.geqrf, a)
     reflectors, tau = torch.geqrf(a)
-    assert_matches_torch(torch.linalg.householder_product, reflectors, tau, grad=size == (4, 2) or not dtype.is_complex)
+    assert_matches_torch(torch.linalg.householder_product, reflectors, tau, grad=size == (4, 2))
     sides = [(True, True), (False, False)] if dtype.is_complex else [(True, False), (False, True)]
     for left, transpose in sides if size == (4, 2) else []:
         other = matrix(2, *((4, 3) if left else (3, 4)), dtype=dtype, seed=1)
@@ -133,7 +133,7 @@ def test_householder(size, dtype):
 @REAL_AND_COMPLEX
 @pytest.mark.parametrize("upper", [False, True])
 def test_cholesky(upper, dtype):
-    for batch in [(), (0,), (2, 1)]:
+    for batch in [(0,), (2, 1)]:
         assert_matches_torch(torch.linalg.cholesky, positive(*batch, 3, 3, dtype=dtype), upper=upper)
     assert_matches_torch(torch.linalg.cholesky, positive(2, 3, 3, dtype=dtype), upper=upper, grad=True)
     assert_matches_torch(torch.linalg.cholesky, torch.zeros(2, 0, 0, dtype=dtype), upper=upper)
@@ -235,8 +235,8 @@ def test_inv(dtype):
 @REAL_AND_COMPLEX
 def test_det_and_slogdet(dtype):
     for a in views_of(well_conditioned(2, 3, 3, dtype=dtype)):
-        assert_matches_torch(torch.linalg.det, a, grad=True)
         assert_matches_torch(torch.linalg.slogdet, a, grad=True)
+    assert_matches_torch(torch.linalg.det, well_conditioned(2, 3, 3, dtype=dtype), grad=True)
     assert_matches_torch(torch.logdet, positive(3, 3, dtype=dtype))
     assert_matches_torch(torch.linalg.det, torch.ones(2, 2, dtype=dtype))
     assert_matches_torch(torch.linalg.slogdet, torch.ones(2, 2, dtype=dtype))
@@ -290,8 +290,10 @@ def test_ldl(as_hermitian, dtype):
 # -- least squares and pseudoinverse -----------------------------------------------------------------------------------
 
 
-@REAL_AND_COMPLEX
-@pytest.mark.parametrize("driver", [None, "gels", "gelsd", "gelss"])
+@pytest.mark.parametrize(
+    ("driver", "dtype"),
+    [(driver, torch.float64) for driver in (None, "gels", "gelsd", "gelss")] + [("gelsd", torch.complex128)],
+)
 @pytest.mark.parametrize("size", [(5, 3), (3, 5)])
 def test_lstsq(size, driver, dtype):
     a, b = matrix(2, *size, dtype=dtype), matrix(2, size[0], 2, dtype=dtype, seed=1)
@@ -308,7 +310,7 @@ def test_lstsq_of_deficient_rank_and_of_vectors():
 @REAL_AND_COMPLEX
 def test_pinv(dtype):
     for a in (matrix(2, 4, 3, dtype=dtype), matrix(3, 4, dtype=dtype), matrix(0, 2, dtype=dtype)):
-        assert_matches_torch(torch.linalg.pinv, a, grad=a.numel() > 0)
+        assert_matches_torch(torch.linalg.pinv, a, grad=a.ndim == 3)
     low_rank = matrix(5, 2, dtype=dtype) @ matrix(2, 4, dtype=dtype, seed=1)
     assert_matches_torch(torch.linalg.pinv, low_rank, rtol=1e-6, atol=1e-8)
     assert_matches_torch(lambda a: torch.linalg.pinv(a, atol=1.0), matrix(4, 3, dtype=dtype))

@@ -74,14 +74,46 @@ def test_softmax_of_infinities(fill):
         torch.sgn,
         torch.abs,
         torch.sqrt,
+        torch.rsqrt,
+        torch.log1p,
+        torch.erfinv,
         lambda x: x**0.5,
         lambda x: x**2,
+        lambda x: x**x,
+        lambda x: torch.special.xlog1py(x, x - 1),
+        lambda x: torch.renorm(x, 2, 0, 1.0),
+        lambda x: F.normalize(x, dim=-1),
+        lambda x: F.cosine_similarity(x, x.detach(), dim=-1),
+        lambda x: F.rms_norm(x, [3]),
+        lambda x: torch.std(x, -1),
+        lambda x: torch.logit(x, eps=1e-6),
+        lambda x: torch.copysign(x, -x),
+        lambda x: torch.linalg.matrix_norm(x, "nuc"),
+        lambda x: torch.maximum(x, -x),
+        lambda x: torch.amax(x, -1),
+        lambda x: F.relu(x) + F.elu(x) + F.hardtanh(x) + F.leaky_relu(x),
     ],
     ids="norm norm1 norm3 norminf frobenius pairwise_distance cdist dist var prod cumprod xlogy entr atan2 hypot sinc sgn "
-    "abs sqrt pow_half pow_two".split(),
+    "abs sqrt rsqrt log1p erfinv pow_half pow_two pow_self xlog1py renorm normalize cosine_similarity rms_norm std logit "
+    "copysign nuclear maximum amax relus".split(),
 )
 def test_at_zero(fn):
     assert_matches_torch(fn, torch.zeros(2, 3, dtype=torch.float64), grad=True)
+
+
+def test_at_the_ends_of_a_domain():
+    """Where a function's derivative has a pole or its value is infinite: the same infinities and NaNs."""
+    ends = torch.tensor([-1.0, 1.0, -1.5, 1.5], dtype=torch.float64)
+    for fn in (
+        torch.erfinv,
+        torch.asin,
+        torch.acos,
+        torch.atanh,
+        torch.acosh,
+        lambda x: torch.logit(x),
+        torch.special.ndtri,
+    ):
+        assert_matches_torch(fn, ends, grad=True)
 
 
 def test_where_lets_nothing_through_of_what_it_does_not_take():
