@@ -723,3 +723,56 @@ def test_state_replaced_where_nobody_looks(make) -> None:
     before = len(run.compilations)
     run(pair("jax", 5))
     assert len(run.compilations) == before
+
+
+class Settings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.norm = nn.Dropout(0.0), nn.LayerNorm(2)
+        self.scale, self.shift, self.mode, self.steps = 1.0, False, "plain", 0
+        self.options = {"power": 1}
+
+    def forward(self, x):
+        out = self.norm(self.dropout(x)) * self.scale ** self.options["power"]
+        out = out.abs() if self.mode == "positive" else out
+        return out + 1 if self.shift else out
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "torch's settings": lambda m: (
+            setattr(m.dropout, "p", 1.0),
+            setattr(m.norm, "bias", nn.Parameter(m.norm.bias + 1)),
+        ),
+        "eps": lambda m: setattr(m.norm, "eps", 10.0),
+        "float": lambda m: setattr(m, "scale", 2.0),
+        "integer for a float": lambda m: setattr(m, "scale", 3),
+        "bool": lambda m: setattr(m, "shift", True),
+        "string": lambda m: setattr(m, "mode", "positive"),
+        "in a dict": lambda m: (setattr(m, "scale", 2.0), m.options.update(power=3)),
+    }.values(),
+)
+def test_settings_changed_between_calls(change) -> None:
+    seen = []
+    for device in ("cpu", "jax"):
+        torch.manual_seed(0)
+        model = Settings().to(device)
+        run = torchax_core.jit(model) if device == "jax" else model
+        x = torch.tensor([[1.0, 2.0], [5.0, -3.0]], device=device)
+        results = [run(x).tolist()]
+        change(model)
+        seen.append([*results, run(x).tolist(), run(x).tolist()])
+    torch.testing.assert_close(torch.tensor(seen[1]), torch.tensor(seen[0]))
+
+
+def test_a_number_that_makes_no_difference_is_looked_at_once() -> None:
+    model = Settings().to("jax")
+    run = torchax_core.jit(model)
+    x = torch.ones(1, 2, device="jax")
+    for _ in range(5):
+        model.steps += 1
+        run(x)
+    assert len(run.compilations) == 2, run.explain()
+    model.shift = True
+    assert torch.equal(run(x).cpu(), model(x).cpu())

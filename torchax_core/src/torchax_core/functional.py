@@ -21,6 +21,7 @@ from torchax_core.arguments import Call
 from torchax_core.bridge import TorchCode, call_and_capture, call_jax, lay_out, torch_view, torch_view_elem
 from torchax_core.jit import JittedFunction
 from torchax_core.placement import Placed, automatic_mesh
+from torchax_core.rebinding import Changes
 from torchax_core.tensor import Tensor
 
 __all__ = [
@@ -158,8 +159,8 @@ pytree.register_pytree_node(_Structure, lambda s: ([], s), lambda leaves, s: s)
 class _DonatingFunction(JittedFunction):
     """torchax_core.jit of a function of a _Structure and Tensors, whose donated ones give their memory to the results."""
 
-    def _compile(self, signature: Any, call: Call, failed: str, moved: list[Any]) -> Any:
-        program = super()._compile(signature, call, failed, moved)
+    def _compile(self, signature: Any, call: Call, failed: str, changes: Changes) -> Any:
+        program = super()._compile(signature, call, failed, changes)
         (structure, *_), _ = call.tree
         given = [2 + i for i, place in enumerate(program.argument_places) if place in structure.donated]
         if given and program.differentiable is None:

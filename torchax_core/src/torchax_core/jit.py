@@ -28,7 +28,7 @@ from torchax_core.arguments import Call, StaticArguments, flatten, unflatten
 from torchax_core.bridge import lay_out
 from torchax_core.environment import current_env
 from torchax_core.program import Program, traced
-from torchax_core.rebinding import Habits
+from torchax_core.rebinding import Changes, Habits
 from torchax_core.shardings import argument_shardings, automatic_axes, resolve, spread_prefix
 from torchax_core.tensor import DEVICE_TYPE, Tensor, active
 
@@ -101,11 +101,11 @@ class JittedFunction:
         signature = self._signature(call)
         if signature is None:
             return self._inline(args, kwargs)
-        program, reason, moved = self._known(signature, call)
+        program, reason, changes = self._known(signature, call)
         if program is not None and program.has_run:
             return self._start(program, call, args, kwargs, watch)
         with collector.paused():  # from the beginning of the trace to the end of XLA's compile
-            program = program or self._compile(signature, call, reason, moved)
+            program = program or self._compile(signature, call, reason, changes)
             return self._start(program, call, args, kwargs, watch)
 
     def _start(self, program: Program, call: Call, args: Any, kwargs: Any, watch: Any) -> Any:
@@ -164,8 +164,8 @@ class JittedFunction:
         signature = self._signature(call)
         if signature is None:
             return None
-        program, reason, moved = self._known(signature, call)
-        return program or self._compile(signature, call, reason, moved)
+        program, reason, changes = self._known(signature, call)
+        return program or self._compile(signature, call, reason, changes)
 
     def _signature(self, call: Call) -> Any:
         """What decides, beside guards, which program a call has; None if an argument is traced already."""
@@ -178,15 +178,15 @@ class JittedFunction:
             signature += (jax.sharding.get_mesh(),)
         return signature
 
-    def _known(self, signature: Any, call: Call) -> tuple[Program | None, str, list[Any]]:
-        """The program whose guards hold; if there is none, why the last looked at does not fit, and which places have moved."""
-        failed, moved = "", []
+    def _known(self, signature: Any, call: Call) -> tuple[Program | None, str, Changes]:
+        """The program whose guards hold; if there is none, why the last looked at does not fit, and what has changed where."""
+        failed, changes = "", Changes()
         for program in self._programs.get(signature, ()):
             failed = program.failed_guard(call.leaves)
             if not failed:
-                return program, "", []
-            moved += program.rebinding.moved()
-        return None, failed, moved
+                return program, "", changes
+            changes.add(program.rebinding)
+        return None, failed, changes
 
     def explain(self) -> str:
         """Why each compile happened, one line each."""
@@ -196,14 +196,14 @@ class JittedFunction:
         """Forget every compiled program, and the tensors they refer to."""
         self._programs.clear()
 
-    def _compile(self, signature: Any, call: Call, failed: str, moved: list[Any]) -> Program:
+    def _compile(self, signature: Any, call: Call, failed: str, changes: Changes) -> Program:
         reason = failed or _difference(self._last_key, signature)
         self._last_key = signature
         start = time.perf_counter()
         with collector.paused():
             program = traced(self, call, current_env()._root)
         known = [p for found in self._programs.values() for p in found]
-        program.finish(known)
+        same = program.finish(known)
         seconds = time.perf_counter() - start
         done = Compilation(
             self.name, len(self.compilations) + 1, reason, seconds, len(program.captured), len(program.writes)
@@ -211,7 +211,8 @@ class JittedFunction:
         self.compilations.append(done)
         if log.recompiles:
             log.logger.info("jit: traced %s", done)
-        self.habits.learn(moved, program.captures)
+        self.habits.learn(changes, program.captures, same)
+        program.rebinding.values.drop(self.habits.unread)
         for programs in self._programs.values():
             programs[:] = [known for known in programs if not known.guards.lost]
         programs = self._programs.setdefault(signature, [])

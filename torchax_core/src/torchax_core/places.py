@@ -122,11 +122,12 @@ def set_items(container: Any, items: Iterable[Any]) -> None:
 
 
 class Places:
-    """What was found: tensors by the name of their place; numbers; and what the containers held, tensors or not."""
+    """What was found: tensors by the name of their place; numbers, bools and strings; and all that the containers held."""
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[Any, ...], tuple[Place, Tensor]] = {}
         self.numbers: list[tuple[Place, int | float]] = []
+        self.words: list[Place] = []  # where bools and strings are
         self.lists: dict[int, tuple[Any, list[Any]]] = {}
         self.elsewhere: list[tuple[torch.Tensor, int]] = []  # tensors of other devices, and their versions
         self._dicts: dict[int, dict[Any, Any]] = {}
@@ -245,6 +246,9 @@ class Places:
             elif item.__class__ is int or item.__class__ is float:
                 if kind is dict and key.__class__ is str and key[:1] != "_":
                     self.numbers.append((Place(container, key, kind), item))
+            elif item.__class__ is bool or item.__class__ is str:
+                if kind is dict and key.__class__ is str and key[:1] != "_":
+                    self.words.append(Place(container, key, kind))
             elif isinstance(item, torch.Tensor):
                 self.elsewhere.append((item, item._version))
             elif not isinstance(item, _LEAVES) or (isinstance(item, type) and _is_users(item)):

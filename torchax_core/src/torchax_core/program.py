@@ -165,7 +165,7 @@ class Program:
             [(i, leaves[i].requires_grad) for i in self.tensor_arguments],
             self.gradients_matter,
         )
-        self.rebinding.compile(self.guards.containers)
+        self.rebinding.compile(self.guards.containers, trace.modules.values())
 
     def _run_function(self, leaves: list[Any], key: Any, count: Any, tracers: Any) -> list[Any]:
         trace = self.trace = Trace(self.environment, key, count)
@@ -382,8 +382,8 @@ class Program:
 
     # -- compiling -------------------------------------------------------------------------------
 
-    def finish(self, known: list[Program]) -> None:
-        """Compile, unless a program already there is the same but for its guards."""
+    def finish(self, known: list[Program]) -> bool:
+        """Compile, unless a program already there is the same but for its guards; whether one is."""
         self.trace.release()
         del self.trace, self._tensors, self._grad_guards
         donate = self.owner.donate if self.owner.donate is not None else self.environment.config.donate
@@ -406,10 +406,11 @@ class Program:
                 and _equal(program.jaxpr.consts, self.jaxpr.consts)
             ):
                 self.compiled = program.compiled
-                return
+                return True
         numbers = tuple(first + i for i, give in enumerate(self.donated) if give)
         run.__name__ = self.owner.module_name
         self.compiled = Placed(run, numbers)
+        return False
 
     @functools.cached_property
     def text(self) -> str:

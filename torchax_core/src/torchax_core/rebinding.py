@@ -20,6 +20,7 @@ from torchax_core.arguments import flatten, unflatten
 from torchax_core.convert import is_traced
 from torchax_core.places import ABSENT, Place, reachable, set_items
 from torchax_core.tensor import Aval, Tensor, make_tensor
+from torchax_core.values import ChangedValue, Values
 
 __all__ = ["Output", "Rebinding"]
 
@@ -69,20 +70,35 @@ class _Argument:
 
 
 class Habits:
-    """Names of places that a function is known to read tensors from, and of those that it is known not to."""
+    """Names of places that a function is known to read from, and of those that it is known not to."""
 
     def __init__(self) -> None:
         self.read: set[Any] = set()
         self.unread: set[Any] = set()
 
-    def learn(self, found: list[tuple[Place, Tensor]], captured: Callable[[Tensor], bool]) -> None:
-        """From places that held other tensors, which a program had for inputs; `captured`: what the new program has."""
-        for place, old in found:
+    def learn(self, changes: Changes, captured: Callable[[Tensor], bool], same: bool) -> None:
+        """From what made a program unfit. captured: what the new program has for inputs; same: whether it is that program."""
+        if same:
+            self.unread |= {value.name for value in changes.values}
+        for place, old in changes.tensors:
             now = place.read()
             if isinstance(now, Tensor) and captured(now):
                 self.read.add(place.name)
             elif captured(old):
                 self.unread.add(place.name)
+
+
+class Changes:
+    """Why programs did not fit: places that held other tensors, and values that were others."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Place, Tensor]] = []
+        self.values: list[ChangedValue] = []
+
+    def add(self, rebinding: Rebinding) -> None:
+        """Take up what has changed since a program was traced."""
+        self.tensors += rebinding.moved()
+        self.values += rebinding.values.changed()
 
 
 class Rebinding:
@@ -201,8 +217,8 @@ class Rebinding:
 
     # -- at each call ----------------------------------------------------------------------------
 
-    def compile(self, skip: set[int]) -> None:
-        """Lay the guards out in columns. `skip`: containers that are guarded already."""
+    def compile(self, skip: set[int], modules: Iterable[Any]) -> None:
+        """Lay the guards out in columns. `skip`: containers that are guarded already; `modules`: those that ran."""
         left = [(p, t) for p, t in self.guarded if id(p.container) not in skip]
         links, lengths = self.before.way_to([*(p for p, _ in self.guarded), *(s.place for s in self.sources)])
         self.links = [(p, v) for p, v in links if p.root().name not in self._changed and id(p.container) not in skip]
@@ -212,6 +228,15 @@ class Rebinding:
         self.tensors = [t for _, t in entries]
         self.others: list[tuple[Place, Any]] = [(p, t) for p, t in [*left, *self.links] if p.kind is not dict]
         self.counted, self.counts = [c for c, _ in self.lengths], [n for _, n in self.lengths]
+        self.values = Values(
+            [
+                (p.container, p.key)
+                for p in [*(p for p, _ in self.before.numbers), *self.before.words]
+                if p.kind is dict
+            ],
+            modules,
+            self.habits.unread,
+        )
         del self.before  # it holds what may be gone by the next call, and is to be noticed then (guards.py)
 
     def holds(self) -> bool:
@@ -221,6 +246,7 @@ class Rebinding:
             and [*map(len, self.counted)] == self.counts
             and all(place.read() is value for place, value in self.others)
             and not self.versions
+            and self.values.hold()
         )
 
     def what_moved(self) -> str:
@@ -230,6 +256,8 @@ class Rebinding:
         for place, value in self.links:
             if place.read() is not value:
                 return f"{place} held a {type(value).__name__}, and holds {_short(place.read())} now"
+        for what in self.values.changed():
+            return str(what)
         if self.versions:
             return "the function writes to a tensor that is not on device 'jax'"
         for container, count in self.lengths:
