@@ -138,7 +138,7 @@ def _language(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _tokens(device: torch.device) -> torch.Tensor:
-    return torch.randint(0, 13, (4, 7), generator=torch.Generator().manual_seed(1)).to(device)
+    return torch.randint(0, 13, (8, 7), generator=torch.Generator().manual_seed(1)).to(device)
 
 
 def _model(device: torch.device) -> torch.nn.Module:
