@@ -103,12 +103,15 @@ def keep_whole(func: Any, *, differentiable: bool = False) -> None:
         _kept.add(name)
 
 
+_PLAIN = frozenset({Tensor, View, type(None), bool, int, float, str, torch.dtype})
+
+
 def _any_foreign(values: Any) -> bool:
     """Whether a tensor among the arguments is of a class with a `__torch_dispatch__` of its own, which holds tensors of ours
     (DTensor)."""
     for value in values:
         cls = value.__class__
-        if cls is Tensor or cls is View:
+        if cls in _PLAIN:
             continue
         if cls is list or cls is tuple:
             if _any_foreign(value):

@@ -18,6 +18,7 @@ from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from torchax_core.backward import run_backwards_here
 from torchax_core.forking import in_bad_fork
 from torchax_core.freeing import let_storages_be_freed
 from torchax_core.groups import announce_backend
@@ -221,6 +222,7 @@ def register() -> None:
     _take_part_in_foreach()
     keep_parameters(_library)
     make_lazy_here()
+    run_backwards_here()
     announce_backend()
     # make_fx (torch.func.linearize) records constants of these types, and takes what becomes of others for constant, too
     proxies.HANDLED_TYPES += (Tensor, View)  # type: ignore[assignment]
