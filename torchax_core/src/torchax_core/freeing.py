@@ -37,6 +37,7 @@ class Freed:
 
     __array__ = _refuse
     __jax_array__ = property(_refuse)  # jax asks whether there is one
+    is_fully_addressable = property(_refuse)  # asked before values are read
 
 
 def let_storages_be_freed() -> None:

@@ -6,6 +6,7 @@ members.run(f, x, ...)   runs one of spmd.py's functions among them, on this mem
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,12 @@ def wide() -> Any:
     """A context in which 64-bit arrays stay so: with jax's 64-bit types off, as they are by default, some functions and moves
     between devices make 32-bit ones of them."""
     return jax.enable_x64(True)
+
+
+_one_by_one = threading.Lock()
+_under_way: list[Any] = []
+"""What the collective that this process has begun last gives. XLA on CPU runs programs that do not need one another's results at
+the same time, and each process chooses its own order: the messages of two collectives would be taken for one another's."""
 
 
 class Members:
@@ -80,8 +87,12 @@ class ProcessMembers(Members):
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._program(function, static)
-        with wide():
-            return jax.tree.map(lambda array: array.addressable_data(0), program(jax.tree.map(self._whole, arrays)))
+        with wide(), _one_by_one:
+            if self.device.platform == "cpu":
+                jax.block_until_ready(_under_way)
+            results = jax.tree.map(lambda array: array.addressable_data(0), program(jax.tree.map(self._whole, arrays)))
+            _under_way[:] = jax.tree.leaves(results)
+        return results
 
     def _program(self, function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
         def member(arrays: Any) -> Any:
