@@ -776,3 +776,13 @@ def test_a_number_that_makes_no_difference_is_looked_at_once() -> None:
     assert len(run.compilations) == 2, run.explain()
     model.shift = True
     assert torch.equal(run(x).cpu(), model(x).cpu())
+
+
+def test_a_function_that_is_traced_again_and_again_says_so() -> None:
+    settings = {"rate": 0.0}
+    run = torchax_core.jit(lambda x: x * settings["rate"])
+    x = pair("jax", 1)
+    with pytest.warns(UserWarning, match=r"traced 32 times .* \['rate'\] was [\d.]+, and is 31.0 now.*explain"):
+        for i in range(32):
+            settings["rate"] = float(i)
+            assert run(x).tolist() == [i, i]

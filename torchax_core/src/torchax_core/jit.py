@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,6 +35,7 @@ from torchax_core.tensor import DEVICE_TYPE, Tensor, active
 
 __all__ = ["JittedFunction", "compile", "jit"]
 
+_MANY = 32  # traces of one function, that its user is told of
 _MOST_PROGRAMS = 64  # of one signature; those that guards have failed longest are let go
 
 
@@ -209,6 +211,13 @@ class JittedFunction:
             self.name, len(self.compilations) + 1, reason, seconds, len(program.captured), len(program.writes)
         )
         self.compilations.append(done)
+        if len(self.compilations) == _MANY:
+            warnings.warn(
+                f"jit({self.name}) has been traced {_MANY} times by now, the last time because: {reason}. What differs from call "
+                "to call belongs in a tensor that is an argument; `.explain()` says why each compile happened, and "
+                "TORCHAX_LOG=recompiles while it does.",
+                stacklevel=4,
+            )
         if log.recompiles:
             log.logger.info("jit: traced %s", done)
         self.habits.learn(changes, program.captures, same)
