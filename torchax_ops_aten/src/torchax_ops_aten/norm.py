@@ -59,7 +59,7 @@ def native_batch_norm_stats(input, weight, bias, running_mean, running_var, trai
     if training:
         mean, centered, variance = _centered(x, axes)
         invstd = jax.lax.rsqrt(variance + eps)
-        out = centered * invstd
+        out = _affine(centered * invstd, _optional(weight, per_channel), _optional(bias, per_channel))
         save_mean, save_invstd = mean.reshape(-1), invstd.reshape(-1)
         count = x.size // max(x.shape[1], 1)
         if running_mean is not None:
@@ -70,8 +70,10 @@ def native_batch_norm_stats(input, weight, bias, running_mean, running_var, trai
             new_var = momentum * unbiased + (1 - momentum) * opmath(running_var)
     else:
         save_mean, save_invstd = opmath(running_mean), jax.lax.rsqrt(opmath(running_var) + eps)
-        out = (x - save_mean.reshape(per_channel)) * save_invstd.reshape(per_channel)
-    out = _affine(out, _optional(weight, per_channel), _optional(bias, per_channel))
+        # as on CPU: one scale and one shift of each channel
+        scale = save_invstd if weight is None else save_invstd * opmath(weight)
+        shift = -save_mean * scale if bias is None else opmath(bias) - save_mean * scale
+        out = x * scale.reshape(per_channel) + shift.reshape(per_channel)
     return out, save_mean, save_invstd, new_mean, new_var
 
 
