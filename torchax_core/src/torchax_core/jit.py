@@ -107,7 +107,7 @@ class JittedFunction:
         if program is not None and program.has_run:
             return self._start(program, call, args, kwargs, watch)
         with collector.paused():  # from the beginning of the trace to the end of XLA's compile
-            program = program or self._compile(signature, call, reason, changes)
+            program = program or self._compile(signature, call, reason, changes or Changes())
             return self._start(program, call, args, kwargs, watch)
 
     def _start(self, program: Program, call: Call, args: Any, kwargs: Any, watch: Any) -> Any:
@@ -167,7 +167,7 @@ class JittedFunction:
         if signature is None:
             return None
         program, reason, changes = self._known(signature, call)
-        return program or self._compile(signature, call, reason, changes)
+        return program or self._compile(signature, call, reason, changes or Changes())
 
     def _signature(self, call: Call) -> Any:
         """What decides, beside guards, which program a call has; None if an argument is traced already."""
@@ -180,13 +180,14 @@ class JittedFunction:
             signature += (jax.sharding.get_mesh(),)
         return signature
 
-    def _known(self, signature: Any, call: Call) -> tuple[Program | None, str, Changes]:
+    def _known(self, signature: Any, call: Call) -> tuple[Program | None, str, Changes | None]:
         """The program whose guards hold; if there is none, why the last looked at does not fit, and what has changed where."""
-        failed, changes = "", Changes()
+        failed, changes = "", None
         for program in self._programs.get(signature, ()):
             failed = program.failed_guard(call.leaves)
             if not failed:
-                return program, "", changes
+                return program, "", None
+            changes = changes or Changes()
             changes.add(program.rebinding)
         return None, failed, changes
 

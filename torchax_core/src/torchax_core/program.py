@@ -143,7 +143,6 @@ class Program:
         self.argument_places = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, jax.Array)) and i not in self.fixed
         ]
-        self.tensor_arguments = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.plain_arguments = all(leaves[i].__class__ is Tensor for i in self.argument_places)
         arrays = [leaves[i]._array() if isinstance(leaves[i], Tensor) else leaves[i] for i in self.argument_places]
         random = self.environment.random
@@ -162,7 +161,7 @@ class Program:
             [*trace.modules.values()],
             self._grad_guards,
             trace.guards,
-            [(i, leaves[i].requires_grad) for i in self.tensor_arguments],
+            [(i, leaf.requires_grad) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)],
             self.gradients_matter,
         )
         self.rebinding.compile(self.guards.containers, trace.modules.values())

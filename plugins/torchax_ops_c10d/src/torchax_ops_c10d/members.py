@@ -30,7 +30,7 @@ def wide() -> Any:
 _one_by_one = threading.Lock()
 _under_way: list[Any] = []
 """What the collective that this process has begun last gives. XLA on CPU runs programs that do not need one another's results at
-the same time, and each process chooses its own order: the messages of two collectives would be taken for one another's."""
+the same time, and each process chooses its own order: the messages of two collectives could be taken for one another's."""
 
 
 class Members:
