@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchax_core.testing import assert_matches_torch, sample
+from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -91,3 +91,19 @@ def test_no_indices_at_all():
         assert_matches_torch(
             lambda t, i, o, m=mode: F.embedding_bag(i, t, o, mode=m), table, none, torch.tensor([0, 0])
         )
+
+
+@pytest.mark.usefixtures("env")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda table: F.embedding(torch.tensor([[0, 4]], device=table.device), table),
+        lambda table: F.embedding(torch.tensor([-1], device=table.device), table.requires_grad_()),
+        lambda table: F.embedding_bag(torch.tensor([[0, 4]], device=table.device), table),
+        lambda table: F.embedding_bag(table.new_tensor([1, 3]).long(), table, table.new_tensor([0, 5]).long()),
+        lambda table: F.one_hot(torch.tensor([0, 4], device=table.device), 4),
+        lambda table: F.one_hot(torch.tensor([0, -1], device=table.device), 4),
+    ],
+)
+def test_what_is_in_no_table_is_refused(fn):
+    assert_same_error(fn, sample((4, 2), torch.float32), wording=True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import torchax_core
 from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 pytestmark = [
@@ -332,6 +333,47 @@ def test_errors_say_what_torch_says():
     assert "excluding the specified dimension. Got self.shape = [3, 2] source.shape = [2]" in said
     said = assert_same_error(torch.as_strided_scatter, x, x[:2, :2], (2, 2), (200, 200))
     assert "itemsize 4 requiring a storage size of 1604 are out of bounds for storage of size 64" in said
+
+
+REFUSED = {
+    "index": (lambda x, i, v: x[i], [1, 4]),
+    "index below": (lambda x, i, v: x[i], [1, -5]),
+    "index of a view": (lambda x, i, v: x.view(2, 2).t()[:, i], [0, 2]),
+    "index by a view": (lambda x, i, v: x[i[::2]], [4, 0, 0, 0]),
+    "setitem": (lambda x, i, v: x.index_put_((i,), v), [1, 4]),
+    "mask": (lambda x, i, v: x.index_put_((i > 0,), v), [1, 0, 1, 1]),
+    "masked_scatter": (lambda x, i, v: x.masked_scatter(i > 0, v), [1, 0, 1, 1]),
+    "gather": (lambda x, i, v: x.gather(0, i), [1, -1]),
+    "scatter_": (lambda x, i, v: x.scatter_(0, i, v), [1, 4]),
+    "scatter_add": (lambda x, i, v: x.scatter_add(0, i, v), [1, 4]),
+    "scatter_reduce": (lambda x, i, v: x.scatter_reduce(0, i, v, "amax"), [1, 4]),
+    "index_select": (lambda x, i, v: x.index_select(0, i), [1, -1]),
+    "index_add": (lambda x, i, v: x.index_add(0, i, v), [1, 4]),
+    "index_fill": (lambda x, i, v: x.index_fill(0, i, 2.0), [1, 4]),
+    "take": (lambda x, i, v: x.take(i), [1, 4]),
+    "put_": (lambda x, i, v: x.put_(i, v), [1, 4]),
+    "vmap": (lambda x, i, v: torch.func.vmap(lambda row, at: row[at])(x.view(2, 2), i), [0, 2]),
+}
+
+
+@pytest.mark.usefixtures("env")
+@pytest.mark.parametrize(("fn", "index"), REFUSED.values(), ids=REFUSED)
+def test_what_cpu_torch_refuses_for_its_values_a_new_signature_refuses(fn, index):
+    assert_same_error(fn, torch.arange(4.0), torch.tensor(index), torch.ones(2), wording=True)
+
+
+def test_later_calls_of_a_signature_are_not_looked_at():
+    """They would wait for the device: reads take the nearest element, and writes are dropped."""
+    x = torch.arange(5.0, device="jax")
+    for last, read in ((4, 4.0), (9, 4.0)):
+        at = torch.tensor([0, last], device="jax")
+        assert x.gather(0, at).tolist() == [0.0, read]
+        assert x.scatter(0, at, 7.0).tolist() == [7.0, 1.0, 2.0, 3.0, 7.0 if last == 4 else 4.0]
+
+
+def test_a_trace_has_no_values_to_look_at():
+    x, at = torch.arange(6.0, device="jax"), torch.tensor([0, 9], device="jax")
+    assert torchax_core.jit(lambda x, at: x.gather(0, at))(x, at).tolist() == [0.0, 5.0]
 
 
 @pytest.mark.parametrize("at", [torch.tensor([2, 0]), torch.tensor([True, False, True])])

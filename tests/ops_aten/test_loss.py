@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchax_core.testing import assert_matches_torch, sample
+from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 REDUCTIONS = ["none", "mean", "sum"]
 
@@ -161,3 +161,18 @@ def test_ctc_loss_without_a_batch():
     assert_matches_torch(
         lambda x, t: ctc(x, t, torch.tensor(9), torch.tensor(3)), LOG_PROBS[:, 0], torch.tensor([1, 1, 2]), grad=True
     )
+
+
+@pytest.mark.usefixtures("env")
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: F.cross_entropy(x, torch.tensor([0, 4, -100], device=x.device)),
+        lambda x: F.nll_loss(x, torch.tensor([0, -1, 2], device=x.device)),
+        lambda x: F.multi_margin_loss(x, torch.tensor([0, 4, 1], device=x.device)),
+        lambda x: F.multilabel_margin_loss(x, torch.tensor([[0, 4, -1, 1]] * 3, device=x.device)),
+    ],
+)
+def test_targets_that_are_no_class_are_refused(loss, requires_grad):
+    assert_same_error(loss, sample((3, 4), torch.float32).requires_grad_(requires_grad), wording=True)

@@ -253,6 +253,16 @@ def test_the_seed_decides_and_each_call_differs(draw):
         lambda x: torch.multinomial(x.long(), 1),
         lambda x: torch.multinomial(x, 0),
         lambda x: torch.multinomial(x, 4),
+        lambda x: torch.multinomial(-x, 1),
+        lambda x: torch.multinomial(x / 0, 1),
+        lambda x: torch.multinomial(x - x, 1),
+        lambda x: torch.bernoulli(x + 1),
+        lambda x: x.bernoulli_(1.5),
+        lambda x: x.bernoulli_(-x),
+        lambda x: x.uniform_(3, 1),
+        lambda x: torch.normal(0.0, -x),
+        lambda x: torch.normal(x, -x),
+        lambda x: torch.poisson(-x),
     ],
 )
 def test_parameters_out_of_range(draw):

@@ -35,6 +35,7 @@ from torchax_core.meta import NO_META, aval_of_meta, avals_of, meta_of, run_on_m
 from torchax_core.opset import Definition, ViewDefinition
 from torchax_core.overrides import Declined
 from torchax_core.placement import alike
+from torchax_core.refusals import check_values
 from torchax_core.signatures import LEFT_OUT, check_parameters
 from torchax_core.symbolic import array_of_symbol
 from torchax_core.templates import (
@@ -359,6 +360,8 @@ class LoweringKernel:
             real = argument.name == "batch_sizes" and isinstance(a, torch.Tensor) and not isinstance(a, Tensor)
             metas[argument.name] = a if real else meta_of(a)
         avals = self._result_avals(metas, kwargs)
+        if self.definition.value_check is not None:
+            check_values(self.func, self.definition.value_check, self._bind(args, kwargs))
         draws, call = self._drawing(bound, metas, arrays)
         body = self._guarded(call, avals)
         if avals is None:

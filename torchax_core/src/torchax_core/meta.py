@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torchax_core.recurrence import shortened
 from torchax_core.tensor import Aval, Tensor
 
-__all__ = ["NO_META", "aval_of_meta", "avals_of", "check_out_dtypes", "meta_of", "run_on_meta"]
+__all__ = ["NO_META", "aval_of_meta", "avals_of", "call_of", "check_out_dtypes", "meta_of", "run_on_meta"]
 
 
 NO_META = object()
@@ -28,14 +28,14 @@ NO_META = object()
 
 def run_on_meta(func: Any, arguments: Sequence[Any], metas: dict[str, Any]) -> Any:
     """Call `func` on meta tensors: raises what torch raises for a bad call; NO_META without a meta kernel."""
-    positional, keywords = _call_of(arguments, metas)
+    positional, keywords = call_of(arguments, metas)
     _spare_dynamo()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*meta.*|An output with one or more elements was resized")
         short = shortened(func, metas)
         if short is not None:
             with contextlib.suppress(Exception):  # the whole call raises it in its own words
-                short_positional, short_keywords = _call_of(arguments, short.metas)
+                short_positional, short_keywords = call_of(arguments, short.metas)
                 return short.results(func(*short_positional, **short_keywords))
         try:
             return func(*positional, **keywords)
@@ -45,8 +45,8 @@ def run_on_meta(func: Any, arguments: Sequence[Any], metas: dict[str, Any]) -> A
             return _run_on_cpu(func, positional, keywords, error)
 
 
-def _call_of(arguments: Sequence[Any], metas: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of a call on meta tensors."""
+def call_of(arguments: Sequence[Any], metas: dict[str, Any], device: str = "meta") -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of a call on meta tensors, or on tensors of another device."""
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     for argument in arguments:
@@ -65,7 +65,7 @@ def _call_of(arguments: Sequence[Any], metas: dict[str, Any]) -> tuple[list[Any]
         positional = []
         keywords = dict(metas)
     if any(a.name == "device" for a in arguments):
-        keywords["device"] = torch.device("meta")
+        keywords["device"] = torch.device(device)
     if "pin_memory" in keywords:
         keywords.pop("pin_memory")
     if "generator" in keywords:
@@ -89,12 +89,12 @@ def check_out_dtypes(
     }
     for fill in (0, 1):  # what takes no zeros (a multinomial) may take ones
         try:
-            _run_on_cpu(func, *_call_of(arguments, metas), _TooLarge(), fill)
+            _run_on_cpu(func, *call_of(arguments, metas), _TooLarge(), fill)
         except _TooLarge:
             return
         except Exception as error:
             try:
-                _run_on_cpu(func, *_call_of(arguments, fitting), _TooLarge(), fill)
+                _run_on_cpu(func, *call_of(arguments, fitting), _TooLarge(), fill)
             except Exception:  # it does not take these numbers, or not on the CPU: that says nothing about dtypes
                 continue
             raise error from None

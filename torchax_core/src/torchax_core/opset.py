@@ -23,7 +23,16 @@ from typing import Any, Literal, TypeVar
 from torchax_core.errors import DuplicateOpError, OpNameError
 from torchax_core.promotion import KEEP, Promotion
 
-__all__ = ["AUTOCAST_POLICIES", "AutocastRule", "Definition", "OpSet", "Origin", "ViewDefinition", "ViewRules"]
+__all__ = [
+    "AUTOCAST_POLICIES",
+    "AutocastRule",
+    "Definition",
+    "OpSet",
+    "Origin",
+    "ValueCheck",
+    "ViewDefinition",
+    "ViewRules",
+]
 
 Kind = Literal["lowering", "decomposition", "view", "function"]
 GradSource = Literal["vjp", "decompose", "formula"]
@@ -63,6 +72,19 @@ class DataDependentCase:
     instead: str
 
 
+@dataclasses.dataclass(frozen=True)
+class ValueCheck:
+    """What torch refuses a call of an op for, of what is in its tensors: see :meth:`OpSet.value_check`."""
+
+    refused: Callable[..., bool]
+    values: frozenset[str]
+
+    def wants(self, argument: str) -> bool:
+        """Whether `refused` takes this argument of the op."""
+        parameters = inspect.signature(self.refused).parameters
+        return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 @dataclasses.dataclass(eq=False)
 class Definition:
     """How one op runs: the body, and what the kernel must know to call it.
@@ -79,6 +101,7 @@ class Definition:
     whole:           a decomposition is traced and compiled as a whole; False: it runs call by call.
     depends_on:      a setting outside the call that `body` reads while traced; its value is part of every signature.
     case:            which calls of this op depend on data, if only some do.
+    value_check:     what torch refuses a call for, of what is in its tensors.
     format_of:       names of tensor arguments whose memory format the results take.
     """
 
@@ -95,6 +118,7 @@ class Definition:
     whole: bool = True
     depends_on: Callable[[], Any] | None = None
     case: DataDependentCase | None = None
+    value_check: ValueCheck | None = None
     format_of: tuple[str, ...] = ()
 
     def gradients_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GradSource:
@@ -265,6 +289,30 @@ class OpSet:
         def register(body: F) -> F:
             self._definitions[op].case = DataDependentCase(when, body, instead)
             return body
+
+        return register
+
+    def value_check(self, *ops: str, values: Iterable[str]) -> Callable[[F], F]:
+        """What torch refuses calls of ops for that are defined above in this set, of what is in their tensors.
+
+        A compiled program cannot raise, so this is asked at the first call of each signature only, outside of traces:
+        of a wrong index in the first batch a user hears as on the CPU. The decorated function takes some of the op's
+        arguments by name and returns whether CPU torch may refuse them. If so, CPU torch is given the call, and its error
+        raised.
+
+        values: the tensor arguments that come as numpy arrays. Others come as jax.ShapeDtypeStruct, the rest as it is.
+        Raises OpNameError if the set has no such op.
+        """
+        for op in ops:
+            if op not in self._definitions:
+                raise OpNameError(
+                    f"{self.name}: value_check({op!r}) must follow the definition of {op!r} in the same set."
+                )
+
+        def register(refused: F) -> F:
+            for op in ops:
+                self._definitions[op].value_check = ValueCheck(refused, frozenset(values))
+            return refused
 
         return register
 

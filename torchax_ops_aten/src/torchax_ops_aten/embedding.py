@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import opmath
+from torchax_ops_aten._values import outside
 
 ops = OpSet("torchax_ops_aten.embedding")
 
@@ -67,6 +68,11 @@ def embedding_renorm(self, indices, max_norm, norm_type):
     return self.at[indices].set((rows * scale).astype(self.dtype), mode="promise_in_bounds")
 
 
+@ops.value_check("aten::embedding", values=("indices",))
+def _embedding_refused(weight, indices):
+    return outside(indices, weight.shape[0])
+
+
 # -- embedding_bag --------------------------------------------------------------------------------
 
 
@@ -118,6 +124,14 @@ def _embedding_bag(
         if mode == _MEAN:
             out = out / jnp.maximum(size, 1)
     return out, bag, sizes, maximum_indices
+
+
+@ops.value_check("aten::_embedding_bag", "aten::_embedding_bag_forward_only", values=("indices", "offsets"))
+def _embedding_bag_refused(weight, indices, offsets):
+    """Whether an index is out of range, or the bags do not start at 0 or start behind the last index."""
+    return outside(indices, weight.shape[0]) or (
+        offsets.size > 0 and (int(offsets[0]) != 0 or int(offsets[-1]) > indices.size)
+    )
 
 
 @ops.lowering("aten::_embedding_bag_dense_backward")

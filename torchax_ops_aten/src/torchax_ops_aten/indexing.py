@@ -1,7 +1,8 @@
 """Reading and writing by position: index, index_put, gather, scatter, index_*, masked_*, *_scatter, their backwards.
 
 Negative indices count from the end, as in torch. An index out of range, which CPU torch refuses with an IndexError,
-cannot be refused by compiled code: a read then takes the nearest element and a write is dropped, as XLA does.
+cannot be refused by compiled code: it is where the call is new (see the value checks), but else a read takes the
+nearest element and a write is dropped, as XLA does.
 
 Masks are indices of unknown number. Writing through them keeps its static shape here: a value that broadcasts becomes
 `where`, and one with an element per True is read at each True's rank, so that a program compiles once and not once per
@@ -23,6 +24,7 @@ from jax import lax
 from torchax_core.errors import ShapeError
 from torchax_core.opset import OpSet
 from torchax_core.promotion import AS_GIVEN, opmath
+from torchax_ops_aten._values import outside
 
 ops = OpSet("torchax_ops_aten.indexing")
 
@@ -192,7 +194,7 @@ def index_put(self, indices, values, accumulate=False):
 
     indices: as in :func:`index_tensor`, and bool masks, each of which stands for as many dimensions as it has.
     values:  broadcasts to the shape of `self[indices]`; with masks, its length where they differ from 1 is believed
-             to be their number of True (CPU torch raises if it is not, compiled code cannot).
+             to be their number of True (CPU torch raises if it is not, compiled code cannot: see the check below).
     """
     values = values.astype(self.dtype)
     if not any(_is_mask(index) for index in indices):
@@ -206,6 +208,39 @@ def index_put(self, indices, values, accumulate=False):
 def _index_put_impl(self, indices, values, accumulate=False, unsafe=False):
     """:func:`index_put`; `unsafe` drops a check that compiled code cannot make."""
     return index_put(self, indices, values, accumulate)
+
+
+@ops.value_check("aten::index.Tensor", values=("indices",))
+def _index_refused(self, indices):
+    """Whether an integer index is out of range. Masks are refused by their shape, before."""
+    at = 0
+    for index in indices:
+        mask = _is_mask(index)
+        if index is not None and not mask and outside(index, self.shape[at], -self.shape[at]):
+            return True
+        at += index.ndim if mask else 1
+    return False
+
+
+@ops.value_check("aten::index_put", "aten::_index_put_impl", values=("indices",))
+def _index_put_refused(self, indices, values, unsafe=False):
+    """Whether an index is out of range, or a single mask has another number of True than there are `values`."""
+    if unsafe:
+        return False
+    given = [at for at, index in enumerate(indices) if index is not None]
+    if len(given) == 1 and _is_mask(indices[given[0]]):
+        first, mask = given[0], indices[given[0]]
+        selected = (*self.shape[:first], np.count_nonzero(mask), *self.shape[first + mask.ndim :])
+        return not _broadcasts(values.shape, selected)
+    return _index_refused(self, indices)
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a tensor of `shape` can be written to one of shape `to`; leading dimensions of length 1 are dropped."""
+    extra = max(len(shape) - len(to), 0)
+    return all(n == 1 for n in shape[:extra]) and all(
+        n in (1, m) for n, m in zip(reversed(shape[extra:]), reversed(to), strict=False)
+    )
 
 
 def _put(self: jax.Array, at: tuple[Any, ...], values: jax.Array, accumulate: bool, **mode: Any) -> jax.Array:
@@ -295,8 +330,8 @@ def masked_scatter(self, mask, source):
     """`self` with the elements of `source`, in order, written where `mask` is True.
 
     self, mask: broadcast together; source: any shape, at least as many elements as `mask` has True. If it has fewer, CPU
-    torch raises; here its last element stands for those that are missing, since to count the mask, each call would have
-    to wait for the device.
+    torch raises; here only where the call is new, else its last element stands for those that are missing: to count the
+    mask, each call would have to wait for the device.
     """
     if mask.dtype != jnp.bool_:
         raise RuntimeError(f"masked_scatter_ only supports boolean masks, but got mask with dtype {mask.dtype}")
@@ -306,6 +341,13 @@ def masked_scatter(self, mask, source):
     mask = jnp.broadcast_to(mask, shape)
     rank = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(shape) - 1
     return jnp.where(mask, source.reshape(-1).at[jnp.maximum(rank, 0)].get(**_AS_IS), self)
+
+
+@ops.value_check("aten::masked_scatter", values=("mask",))
+def _masked_scatter_refused(self, mask, source):
+    """Whether `source` has fewer elements than `mask`, broadcast to `self`, has True."""
+    repeats = math.prod(np.broadcast_shapes(self.shape, mask.shape)) // max(mask.size, 1)
+    return np.count_nonzero(mask) * repeats > source.size
 
 
 @ops.lowering("aten::masked_scatter_backward")
@@ -439,6 +481,21 @@ def scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
     return _scatter(self, dim, index, src, write)
 
 
+@ops.value_check(
+    "aten::gather",
+    "aten::scatter.src",
+    "aten::scatter.value",
+    "aten::scatter.reduce",
+    "aten::scatter.value_reduce",
+    "aten::scatter_add",
+    "aten::scatter_reduce.two",
+    values=("index",),
+)
+def _along_dim_refused(self, dim, index):
+    """Whether `index` is out of range along `dim`; it may be where CPU torch does not take negative positions."""
+    return outside(index, self.shape[dim] if self.shape else 1)
+
+
 # -- whole slices: index_select, index_add, ... -------------------------------------------------------
 
 
@@ -510,6 +567,17 @@ def index_reduce(self, dim, index, source, reduce, *, include_self=True):
     return _reduce(out, at, source, reduce, include_self, flat=False).reshape(self.shape)
 
 
+ops.value_check(
+    "aten::index_select",
+    "aten::index_add",
+    "aten::index_copy",
+    "aten::index_fill.int_Scalar",
+    "aten::index_fill.int_Tensor",
+    "aten::index_reduce",
+    values=("index",),
+)(_along_dim_refused)
+
+
 # -- positions in the flattened tensor ----------------------------------------------------------------
 
 
@@ -524,6 +592,12 @@ def put(self, index, source, accumulate=False):
     """`self` with its elements, counted as if flattened, replaced by (or added to) `source` at `index`."""
     at = (_wrap(index.reshape(-1), self.size),)
     return _put(self.reshape(-1), at, source.reshape(-1), accumulate).reshape(self.shape)
+
+
+@ops.value_check("aten::take", "aten::put", values=("index",))
+def _flat_refused(self, index):
+    size = math.prod(self.shape)
+    return outside(index, size, -size)
 
 
 # -- writing a view of a copy: *_scatter, and the backwards of views ------------------------------------

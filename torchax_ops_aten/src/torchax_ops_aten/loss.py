@@ -13,6 +13,7 @@ from jax import lax
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import opmath
+from torchax_ops_aten._values import outside
 
 ops = OpSet("torchax_ops_aten.loss")
 
@@ -63,6 +64,12 @@ def nll_loss_forward(self, target, weight, reduction, ignore_index):
     return loss.sum() / total if reduction == _MEAN else loss.sum(), total
 
 
+@ops.value_check("aten::nll_loss_forward", "aten::nll_loss2d_forward", values=("target",))
+def _nll_loss_refused(self, target, ignore_index):
+    classes = self.shape[0 if len(self.shape) == 1 else 1]
+    return outside(target[target != ignore_index], classes)
+
+
 @ops.lowering("aten::nll_loss_backward", "aten::nll_loss2d_backward")
 def nll_loss_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight):
     """The gradient of `self`: minus the weight at the target class, 0 elsewhere.
@@ -105,6 +112,11 @@ def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=1):
     return _reduced(loss, reduction)
 
 
+@ops.value_check("aten::multi_margin_loss", values=("target",))
+def _multi_margin_loss_refused(self, target):
+    return outside(target, self.shape[-1] if self.shape else 1)
+
+
 @ops.lowering("aten::multi_margin_loss_backward", static=("p",))
 def multi_margin_loss_backward(grad_output, self, target, p, margin, weight=None, reduction=1):
     """The gradient of `self` in :func:`multi_margin_loss`."""
@@ -131,6 +143,11 @@ def multilabel_margin_loss_forward(self, target, reduction):
     pairs = _hinge(1 - picked[:, :, None] + x[:, None, :])
     loss = jnp.where(listed[:, :, None] & ~is_target[:, None, :], pairs, 0).sum(axis=(1, 2)) / max(classes, 1)
     return _reduced(loss, reduction), is_target.astype(self.dtype).reshape(target.shape)
+
+
+@ops.value_check("aten::multilabel_margin_loss_forward", values=("target",))
+def _multilabel_margin_loss_refused(self, target):
+    return outside(target, self.shape[-1] if self.shape else 1, lowest=-1)
 
 
 @ops.lowering("aten::multilabel_margin_loss_backward")

@@ -179,6 +179,11 @@ def normal(mean, std=1.0, *, key):
     return _normal(key, shape, dtype, mean, std)
 
 
+@ops.value_check("aten::normal.float_Tensor", "aten::normal.Tensor_Tensor", values=("std",))
+def _normal_refused(std):
+    return bool(np.any(std < 0))
+
+
 # -- fills: the functional twins of normal_, uniform_, ... ------------------------------------------
 
 
@@ -193,6 +198,11 @@ def uniform(self, to=1.0, *, key, **arguments):
     """Uniform on [from, to) in the shape and dtype of `self`."""
     low = arguments.get("from", 0.0)  # no name for a Python parameter
     return opmath(_uniform(key, self.shape, self.dtype)) * (to - low) + low
+
+
+@ops.value_check("aten::uniform", values=())
+def _uniform_refused(to=1.0, **arguments):
+    return not arguments.get("from", 0.0) <= to
 
 
 def _require(holds: bool, message: str) -> None:
@@ -275,13 +285,28 @@ def bernoulli_p(self, p=0.5, *, key):
     return _bernoulli(key, p, self.shape).astype(self.dtype)
 
 
+def _no_probability(p: Any) -> bool:
+    """Whether something is not in [0, 1]; NaN is not."""
+    return not bool(np.all((p >= 0) & (p <= 1)))
+
+
+@ops.value_check("aten::bernoulli", values=("self",))
+def _bernoulli_refused(self):
+    return _no_probability(self)
+
+
+@ops.value_check("aten::bernoulli.p", "aten::bernoulli.Tensor", values=("p",))
+def _bernoulli_p_refused(p=0.5):
+    return _no_probability(p)
+
+
 @ops.lowering("aten::multinomial")
 def multinomial(self, num_samples, replacement=False, *, key):
     """Indices drawn with the weights that each row of `self` holds.
 
     self:    (n,) or (m, n), float; weights that need not add up to 1.
     returns: (num_samples,) or (m, num_samples), int64. Weight 0 is not drawn, unless a row has fewer others than
-             `num_samples` and may not repeat them: CPU torch raises then, which compiled code cannot.
+             `num_samples` and may not repeat them.
     """
     if not jnp.issubdtype(self.dtype, jnp.floating):
         name = type_name(torch_dtype(self.dtype))
@@ -306,6 +331,12 @@ def multinomial(self, num_samples, replacement=False, *, key):
     return search(ends, u).astype(jnp.int64)
 
 
+@ops.value_check("aten::multinomial", values=("self",))
+def _multinomial_refused(self):
+    """Whether weights are negative, infinite or NaN, or those of a row are all 0."""
+    return not bool(np.all(np.isfinite(self) & (self >= 0)) and np.all(np.any(self, axis=-1)))
+
+
 def _threefry(key: jax.Array) -> jax.Array:
     """The key as a threefry one, which is all that jax.random.poisson takes."""
     return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
@@ -322,9 +353,15 @@ def poisson(self, *, key):
     return jax.random.poisson(_threefry(key), self.astype(jnp.float32), self.shape, jnp.int64)
 
 
+@ops.value_check("aten::poisson", values=("self",))
+def _poisson_refused(self):
+    return bool(np.any(self < 0))
+
+
 @ops.lowering("aten::binomial")
 def binomial(count, prob, *, key):
-    """Successes of `count` trials of probability `prob`, broadcast; dtype of `count`."""
+    """Successes of `count` trials of probability `prob`, broadcast; dtype of `count`. Less than 0 trials have none."""
+    count = jnp.maximum(count, 0)
     shape = jnp.broadcast_shapes(count.shape, prob.shape)
     return jax.random.binomial(key, count.astype(jnp.float32), prob.astype(jnp.float32), shape, jnp.float32)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from torchax_core import OpSet, opmath
@@ -37,7 +38,7 @@ def cross_entropy_loss(self, target, weight=None, reduction=1, ignore_index=-100
 
     self:            (n, classes, ...) or (classes,).
     target:          (n, ...) or (), classes; those equal to `ignore_index` count nothing, and one out of range, which CPU
-                     torch refuses, reads the nearest class. Or probabilities, as `self`.
+                     torch refuses, reads the nearest class (see the check below). Or probabilities, as `self`.
     weight:          None or (classes,), what each class counts.
     reduction:       0 none, 1 the mean (over what the targets count), 2 the sum.
     label_smoothing: this share of each target goes to all classes evenly.
@@ -64,6 +65,15 @@ def cross_entropy_loss(self, target, weight=None, reduction=1, ignore_index=-100
         return loss.mean() if self.shape[axis] else jnp.nan
     counts = (target >= 0) if weight is None else jnp.where(target < 0, 0, opmath(weight)[target])
     return loss.sum() / counts.sum()
+
+
+@ops.value_check("aten::cross_entropy_loss", values=("target",))
+def _cross_entropy_refused(self, target, ignore_index=-100):
+    """Whether a target is no class; probabilities may be anything."""
+    if target.shape == self.shape or not target.size:
+        return False
+    classes = self.shape[1 if len(self.shape) > 1 else 0]
+    return bool(np.any((target != ignore_index) & ((target < 0) | (target >= classes))))
 
 
 def _of_classes(x: Any, target: Any, weight: Any, *, axis: int, smoothing: float) -> Any:
@@ -129,3 +139,8 @@ def one_hot(self, num_classes=-1):
     NotImplemented without a number of classes, which is then one more than the largest.
     """
     return NotImplemented if num_classes < 0 else self[..., None] == jnp.arange(num_classes)
+
+
+@ops.value_check("aten::one_hot", values=("self",))
+def _one_hot_refused(self, num_classes=-1):
+    return num_classes >= 0 and bool(np.any((self < 0) | (self >= num_classes)))
