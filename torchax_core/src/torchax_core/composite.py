@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
+from torchax_core.forms import MISS
 from torchax_core.kernel import DirectKernel, LoweringKernel, ViewKernel
 from torchax_core.overrides import Declined, DecliningKernel
 from torchax_core.registry import is_composite
@@ -37,6 +38,7 @@ _OUT_FORMS = (
 C++ storage, which a View and its base never do, and would leave the `out` as it was."""
 
 _len_modes = torch._C._len_torch_dispatch_stack
+is_grad_enabled = torch.is_grad_enabled
 _plain_dispatch = torch.Tensor.__torch_dispatch__
 _DispatchKey, _DispatchKeySet = torch._C.DispatchKey, torch._C.DispatchKeySet
 # torch compiles its derivative formulas of composite ops (linear_backward, matmul_backward) in for nested tensors only, but
@@ -82,6 +84,18 @@ def keep_whole(func: Any, *, differentiable: bool = False) -> None:
             kernel = environment._kernels.get(func)
             if kernel is None:
                 kernel = environment._kernel(func)
+            if (
+                kernel.__class__ is LoweringKernel
+                and trace is None
+                and environment._watch is None
+                and not is_grad_enabled()
+                and forward_ad_level() < 0
+            ):
+                # a form is for tensors of ours alone, and no derivative is wanted of them: nothing below would step in
+                for call in kernel.calls:
+                    result = call(args, kwargs)
+                    if result is not MISS:
+                        return result
             if _any_foreign(args) or (kwargs and _any_foreign(kwargs.values())):
                 return ways.decompose(*args, **kwargs)  # they know the ops that it is made of
             if _len_modes() and _any_stand_in(args, kwargs):

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import torch
 
-from torchax_core.convert import is_traced, scalar_array
+from torchax_core.convert import scalar_array
 from torchax_core.templates import SCALAR, STATIC, TENSOR, TENSORS
-from torchax_core.tensor import Tensor, make_tensor
+from torchax_core.tensor import Storage, Tensor, make_wrapper
 from torchax_core.view import View
 
 __all__ = ["MISS", "Form", "form_of"]
@@ -78,10 +79,11 @@ class Form:
             "Tensor": Tensor,
             "View": View,
             "MISS": MISS,
-            "make_tensor": make_tensor,
+            "make_wrapper": make_wrapper,
+            "Storage": Storage,
             "scalar_array": scalar_array,
             "getrefcount": sys.getrefcount,
-            "is_traced": is_traced,
+            "Tracer": jax.core.Tracer,
             "programs": {},
             "depends_on": depends_on,
         }
@@ -192,7 +194,12 @@ class Form:
             return [
                 f"results = program.run({arrays})",
                 "aval = program.single",
-                "return program.wrap(results) if aval is None else make_tensor(results, aval)",
+                "if aval is None: return program.wrap(results)",
+                # make_tensor, written out
+                "tensor = make_wrapper(*aval.wrapper)",
+                "tensor._store = Storage(results, aval.stride)",
+                "tensor._aval = aval",
+                "return tensor",
             ]
         first = names[0]
         if tail == "write":
@@ -201,7 +208,7 @@ class Form:
         plain = [a for a in self._arrays if not a.startswith("*") and a.endswith(("._store.array", "._cache"))]
         local = {a: f"x{i}" for i, a in enumerate(plain)}
         arrays = ", ".join(local.get(a, a) for a in self._arrays)
-        traced = " or ".join(f"is_traced({x})" for x in local.values())
+        traced = " or ".join(f"isinstance({x}, Tracer)" for x in local.values())
         return [
             *(f"{x} = {a}" for a, x in local.items()),
             # the storage, the local name, getrefcount's argument: one more, and somebody relies on the base as it is

@@ -56,9 +56,18 @@ from torchax_core.templates import (
     template_of,
     to_dtype,
 )
-from torchax_core.tensor import DEVICE_TYPE, Aval, ForeignTensorError, Tensor, active, contiguous_stride, make_tensor
+from torchax_core.tensor import (
+    DEVICE_TYPE,
+    Aval,
+    ForeignTensorError,
+    Tensor,
+    active,
+    contiguous_stride,
+    make_tensor,
+    make_wrapper,
+)
 from torchax_core.variants import Variant, op_name
-from torchax_core.view import ROOT, View, make_view
+from torchax_core.view import ROOT, View, make_view, view_wrapper
 
 __all__ = [
     "FORMS",
@@ -622,6 +631,23 @@ class LoweringKernel:
         return [to_dtype(g, w.jax_dtype) for g, w in zip(got, wanted, strict=True)]
 
 
+class _ViewEntry:
+    """One signature of one view op: its arguments for the path, and the aval and offset of each view.
+
+    wrapper: what the (only) view is made from.
+    chain:   the path of the base it was last made of, and its own; one object, as threads share it.
+    """
+
+    __slots__ = ("avals", "chain", "static", "traced", "wrapper")
+
+    def __init__(self, static: tuple[Any, ...], traced: tuple[int, ...], avals: list[tuple[Aval, int]]) -> None:
+        self.static = static
+        self.traced = traced
+        self.avals = avals
+        self.wrapper = view_wrapper(*avals[0]) if avals else ()
+        self.chain: tuple[Any, Any] = (None, None)
+
+
 class ViewKernel:
     """Runs a view op: gives a View over the same storage. Computes nothing but, once per signature, its geometry."""
 
@@ -631,7 +657,7 @@ class ViewKernel:
         self.definition = definition
         self.rules = definition.rules
         self.schema = func._schema
-        self.entries: dict[Any, Any] = {}
+        self.entries: dict[Any, _ViewEntry] = {}
         self.many = str(self.schema.returns[0].type).startswith("List")
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
@@ -652,17 +678,25 @@ class ViewKernel:
             if len(self.entries) > 20_000:  # a loop over every index of something long
                 self.entries.clear()
             self.entries[signature] = entry
-        static, traced, avals = entry
         store = base._store
         if self.many:
             return [
-                make_view(store, aval, at, path.child(self.rules, static, len(traced), i), offsets + traced)
-                for i, (aval, at) in enumerate(avals)
+                make_view(
+                    store, aval, at, path.child(self.rules, entry.static, len(entry.traced), i), offsets + entry.traced
+                )
+                for i, (aval, at) in enumerate(entry.avals)
             ]
-        aval, at = avals
-        return make_view(store, aval, at, path.child(self.rules, static, len(traced)), offsets + traced)
+        chain = entry.chain
+        if chain[0] is not path:
+            chain = entry.chain = (path, path.child(self.rules, entry.static, len(entry.traced)))
+        view = make_wrapper(*entry.wrapper)
+        view._store = store
+        view._aval = entry.avals[0][0]
+        view._path = chain[1]
+        view._offsets = offsets + entry.traced if offsets else entry.traced
+        return view
 
-    def _new_signature(self, base: Any, offset: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _new_signature(self, base: Any, offset: int, args: Sequence[Any], kwargs: dict[str, Any]) -> _ViewEntry:
         aval = base._aval
         meta = torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device="meta")
         if offset:
@@ -677,9 +711,8 @@ class ViewKernel:
             static, traced = self.rules.split(aval.shape, *values)
         else:
             static, traced = tuple(hashable(jax_value(v)) for v in values), ()
-        if self.many:
-            return static, traced, [(aval_of_meta(x), x.storage_offset()) for x in out]
-        return static, traced, (aval_of_meta(out), out.storage_offset())
+        outs = out if self.many else [out]
+        return _ViewEntry(static, traced, [(aval_of_meta(x), x.storage_offset()) for x in outs])
 
 
 class DataDependentKernel(LoweringKernel):

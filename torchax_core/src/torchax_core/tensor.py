@@ -33,6 +33,7 @@ __all__ = [
     "become",
     "contiguous_stride",
     "make_tensor",
+    "make_wrapper",
     "tensors_among",
     "wrap_array",
     "write_all",
@@ -44,7 +45,7 @@ DEVICE = torch.device("privateuseone", 0)
 
 _tick = itertools.count(1)
 _strided = torch.strided
-_make_wrapper = torch.Tensor._make_wrapper_subclass
+make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 class Active(threading.local):
@@ -66,9 +67,12 @@ def resolve_active() -> Any:
 
 
 class Aval:
-    """Size, stride and dtype of a tensor; one object per distinct triple, so `is` compares and the hash is free."""
+    """Size, stride and dtype of a tensor; one object per distinct triple, so `is` compares and the hash is free.
 
-    __slots__ = ("dtype", "jax_dtype", "numel", "shape", "stride")
+    wrapper: what a Tensor of this aval is made from: the arguments of torch's `_make_wrapper_subclass`, put together once.
+    """
+
+    __slots__ = ("dtype", "jax_dtype", "numel", "shape", "stride", "wrapper")
 
     _interned: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], Aval] = {}
 
@@ -80,6 +84,9 @@ class Aval:
         self.numel = 1
         for n in shape:
             self.numel *= n
+        # torch makes row-major strides itself, faster than it reads them
+        strides = None if stride == contiguous_stride(shape) else stride
+        self.wrapper = (Tensor, shape, strides, None, None, dtype, _strided, DEVICE)
 
     @classmethod
     def of(cls, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Aval:
@@ -440,7 +447,7 @@ INTERNAL = frozenset({*_OWN, "_is_param", "_plain", "_carrier", "_kind"})
 
 def make_tensor(array: jax.Array, aval: Aval) -> Tensor:
     """A Tensor over a new storage. `array` has the aval's shape and dtype. The hot path: nothing is checked."""
-    tensor = _make_wrapper(Tensor, aval.shape, aval.stride, None, None, aval.dtype, _strided, DEVICE)
+    tensor = make_wrapper(*aval.wrapper)
     tensor._store = Storage(array, aval.stride)
     tensor._aval = aval
     return tensor  # type: ignore[return-value]
@@ -448,7 +455,7 @@ def make_tensor(array: jax.Array, aval: Aval) -> Tensor:
 
 def share_tensor(store: Storage, aval: Aval) -> Tensor:
     """A Tensor over all of an existing storage."""
-    tensor = _make_wrapper(Tensor, aval.shape, aval.stride, None, None, aval.dtype, _strided, DEVICE)
+    tensor = make_wrapper(*aval.wrapper)
     tensor._store = store
     tensor._aval = aval
     return tensor  # type: ignore[return-value]

@@ -19,9 +19,9 @@ import torch
 from torchax_core.convert import is_traced
 from torchax_core.errors import ViewWriteError
 from torchax_core.opset import ViewRules
-from torchax_core.tensor import DEVICE, Aval, Storage, Tensor, _make_wrapper, _strided
+from torchax_core.tensor import DEVICE, Aval, Storage, Tensor, _strided, make_wrapper
 
-__all__ = ["AS_STRIDED", "ROOT", "Path", "View", "make_view"]
+__all__ = ["AS_STRIDED", "ROOT", "Path", "View", "make_view", "view_wrapper"]
 
 
 class Path:
@@ -137,8 +137,8 @@ class View(Tensor):
 
     _path: Path
     _offsets: tuple[int, ...]
-    _cache: jax.Array | None
-    _seen: int
+    _cache: jax.Array | None = None
+    _seen: int = -1
 
     def _is_view(self) -> bool:
         # The stand-ins that dynamo makes of a base and its views cannot be views of each other; what arguments share is
@@ -171,14 +171,17 @@ class View(Tensor):
 
 def make_view(store: Storage, aval: Aval, offset: int, path: Path, offsets: tuple[int, ...]) -> Tensor:
     """A View; `offset` is torch's storage_offset, in elements. Reads nothing."""
-    view = _make_wrapper(View, aval.shape, aval.stride, offset, None, aval.dtype, _strided, DEVICE)
+    view = make_wrapper(*view_wrapper(aval, offset))
     view._store = store
     view._aval = aval
     view._path = path
     view._offsets = offsets
-    view._cache = None
-    view._seen = -1
     return view  # type: ignore[return-value]
+
+
+def view_wrapper(aval: Aval, offset: int) -> tuple[Any, ...]:
+    """What a View is made from: the arguments of torch's `_make_wrapper_subclass`."""
+    return (View, aval.shape, aval.stride, offset, None, aval.dtype, _strided, DEVICE)
 
 
 def _as_strided(
