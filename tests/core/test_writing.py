@@ -144,3 +144,15 @@ def test_out_of_ops_whose_result_depends_on_data():
     assert_matches_torch(lambda x: torch.masked_select(x, x > 2, out=torch.zeros_like(x)[:3]), x)
     assert_same_error(lambda x: torch.masked_select(x, x > 2, out=torch.zeros_like(x).long()), x, wording=True)
     assert_same_error(lambda x: torch.masked_select(x, x > 2, out=x[:3]), x, wording=True)
+
+
+@pytest.mark.parametrize("shapes", [((0,), (0,)), ((5, 2), (2, 2)), ((1, 2), (2, 2))])
+def test_each_of_a_list_of_outs_is_resized(shapes):
+    def split(x):
+        outs = [torch.zeros(shape, device=x.device) for shape in shapes]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.split_with_sizes_copy(x, [1, 2], out=outs)
+        return outs, len(caught)
+
+    assert_matches_torch(split, sample((3, 2), torch.float32))

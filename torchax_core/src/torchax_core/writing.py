@@ -70,15 +70,14 @@ class WritingKernel(LoweringKernel):
         at = sum(len(a) if isinstance(a, list) else a is not None for a in entry.avals[: variant.fresh])
         for name, aval in zip(variant.written, entry.avals[variant.fresh :], strict=True):
             target = self._argument(name, args, kwargs)
-            if isinstance(aval, list):
-                for t in target:
-                    t._write(results[at])
-                    at += 1
-            elif aval is not None:
-                if name in variant.outs and target._aval is not aval and target._aval.shape != aval.shape:
-                    become_resized(target, make_tensor(results[at], aval))
+            pairs = zip(target, aval, strict=True) if isinstance(aval, list) else ((target, aval),)
+            for tensor, one in pairs:
+                if one is None:
+                    continue
+                if name in variant.outs and tensor._aval is not one and tensor._aval.shape != one.shape:
+                    become_resized(tensor, make_tensor(results[at], one))
                 else:
-                    target._write(results[at])
+                    tensor._write(results[at])
                 at += 1
         return self._returned(fresh, args, kwargs)
 
