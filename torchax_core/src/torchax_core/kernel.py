@@ -424,6 +424,9 @@ class LoweringKernel:
         if outs is NO_META:
             return None
         avals = avals_of(outs, len(self.schema.returns))
+        strides = self.definition.strides
+        if strides is not None:
+            avals[0] = Aval.of(avals[0].shape, strides(avals[0].shape, metas), avals[0].dtype)
         like = [metas[n] for n in self.definition.format_of if isinstance(metas.get(n), torch.Tensor)]
         return [_in_format_of(aval, like) for aval in avals] if like else avals
 
@@ -726,6 +729,9 @@ class DataDependentKernel(LoweringKernel):
         }
         with jax.enable_x64(True):
             out = self.definition.body(**bound)
+        strides = self.definition.strides
+        if strides is not None:
+            return make_tensor(out, Aval.of(out.shape, strides(out.shape, {}), torch_dtype(out.dtype)))
         return _wrap_concrete(out)
 
     def _concrete(self, tensor: torch.Tensor) -> jax.Array:

@@ -37,6 +37,7 @@ __all__ = [
 Kind = Literal["lowering", "decomposition", "view", "function"]
 GradSource = Literal["vjp", "decompose", "formula"]
 CompositeGrad = GradSource | Callable[..., GradSource]
+Strides = Callable[[tuple[int, ...], Mapping[str, Any]], tuple[int, ...]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 AUTOCAST_POLICIES = ("lower_precision_fp", "fp32", "promote")
@@ -103,6 +104,7 @@ class Definition:
     case:            which calls of this op depend on data, if only some do.
     value_check:     what torch refuses a call for, of what is in its tensors.
     format_of:       names of tensor arguments whose memory format the results take.
+    strides:         of the first result, if they are not what torch's meta kernel says.
     """
 
     op: str
@@ -120,6 +122,7 @@ class Definition:
     case: DataDependentCase | None = None
     value_check: ValueCheck | None = None
     format_of: tuple[str, ...] = ()
+    strides: Strides | None = None
 
     def gradients_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GradSource:
         """Where the gradients of this call of a composite op come from."""
@@ -222,6 +225,7 @@ class OpSet:
         composite_grad: CompositeGrad = "vjp",
         differentiable: bool = False,
         format_of: Iterable[str] = (),
+        strides: Strides | None = None,
     ) -> Callable[[F], F]:
         """The op as a pure JAX function, compiled by jax.jit once per signature.
 
@@ -245,6 +249,9 @@ class OpSet:
         format_of: tensor arguments; results of four dims are channels_last if one of these is. For ops whose meta
                    kernels in torch give contiguous strides where its real ones do not.
 
+        strides:   of the first result, where torch's meta kernel does not give those of its real kernels: a function of its
+                   shape and the call's arguments by name, tensors as meta tensors (none, if the shape depends on data).
+
         It returns an array, a tuple of arrays for several results, or a list for Tensor[]. Result dtypes are cast to
         those of torch's meta kernel; a result of another shape raises LoweringMismatchError. For a composite op it may
         return NotImplemented: torch then decomposes the call.
@@ -264,6 +271,7 @@ class OpSet:
                         composite_grad=composite_grad,
                         differentiable=differentiable,
                         format_of=tuple(format_of),
+                        strides=strides,
                     )
                 )
             return body

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 
 from torchax_core.opset import OpSet
@@ -51,7 +53,17 @@ def fft_c2c(self, dim, normalization, forward):
     return _scaled(_complex_transform(self, dim, forward), lengths, normalization, forward=forward)
 
 
-@ops.lowering("aten::_fft_r2c")
+def _r2c_strides(shape: tuple[int, ...], call: Mapping[str, Any]) -> tuple[int, ...]:
+    """As CPU torch's MKL transform leaves them: first the dimensions that stay, then the others, each in the order of
+    `self`'s strides, and the last one to be transformed innermost."""
+    stride, dims = call["self"].stride(), [d % len(shape) for d in call["dim"]]
+    stay = [d for d in range(len(shape)) if d not in dims]
+    order = [*sorted(stay, key=lambda d: -stride[d]), *sorted(dims[:-1], key=lambda d: -stride[d]), dims[-1]]
+    laid_out = torch.empty([shape[d] for d in order], device="meta")
+    return laid_out.permute([order.index(d) for d in range(len(shape))]).stride()
+
+
+@ops.lowering("aten::_fft_r2c", strides=_r2c_strides)
 def fft_r2c(self, dim, normalization, onesided):
     """The forward transform of real `self` over `dim`.
 

@@ -24,6 +24,7 @@ from jax import lax
 from torchax_core.errors import ShapeError
 from torchax_core.opset import OpSet
 from torchax_core.promotion import AS_GIVEN, opmath
+from torchax_ops_aten._strides import column_major, row_major
 from torchax_ops_aten._values import outside
 
 ops = OpSet("torchax_ops_aten.indexing")
@@ -368,7 +369,7 @@ def masked_select(self, mask):
     return index_with_mask(jnp.broadcast_to(self, shape).reshape(-1), [mask.reshape(-1)])
 
 
-@ops.lowering("aten::nonzero", data_dependent="torch.nonzero_static(self, size=...)")
+@ops.lowering("aten::nonzero", data_dependent="torch.nonzero_static(self, size=...)", strides=column_major)
 def nonzero(self):
     """The positions of the elements that are not 0. self: (...) of n dimensions. returns: (count, n), int64."""
     mask = np.asarray(self) != 0 if _on_host(self) else np.asarray(self != 0)
@@ -377,7 +378,7 @@ def nonzero(self):
     return _beside(found.astype(np.int64), self)
 
 
-@ops.lowering("aten::nonzero_static")
+@ops.lowering("aten::nonzero_static", strides=row_major)
 def nonzero_static(self, *, size, fill_value=-1):
     """The first `size` positions of elements that are not 0, padded with `fill_value`. returns: (size, n), int64."""
     if self.size == 0 or self.ndim == 0:  # of these jnp.nonzero knows no fill value, or no positions

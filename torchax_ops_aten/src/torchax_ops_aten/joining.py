@@ -10,6 +10,7 @@ from jax import lax
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import AS_GIVEN, SAME, opmath
+from torchax_ops_aten._strides import in_format_of
 from torchax_ops_aten.copying import cast
 
 ops = OpSet("torchax_ops_aten.joining")
@@ -101,26 +102,38 @@ def _pad_borders_backward(grad: jax.Array, x: jax.Array, padding: Sequence[int],
     return transposed(grad)[0]
 
 
-@ops.lowering("aten::reflection_pad1d", "aten::reflection_pad2d", "aten::reflection_pad3d")
+@ops.lowering(
+    "aten::reflection_pad1d", "aten::reflection_pad2d", "aten::reflection_pad3d", strides=in_format_of("self")
+)
 def reflection_pad(self, padding):
     """`self` with its mirror image around it. self: (..., *spatial); padding: last dimension first."""
     return _pad_borders(self, padding, _mirrored)
 
 
-@ops.lowering("aten::reflection_pad1d_backward", "aten::reflection_pad2d_backward", "aten::reflection_pad3d_backward")
+@ops.lowering(
+    "aten::reflection_pad1d_backward",
+    "aten::reflection_pad2d_backward",
+    "aten::reflection_pad3d_backward",
+    strides=in_format_of("self"),
+)
 def reflection_pad_backward(grad_output, self, padding):
     """The gradient of `reflection_pad`: every element gathers those of its images. returns: the shape of `self`"""
     return _pad_borders_backward(grad_output, self, padding, _mirrored)
 
 
-@ops.lowering("aten::replication_pad1d", "aten::replication_pad2d", "aten::replication_pad3d")
+@ops.lowering(
+    "aten::replication_pad1d", "aten::replication_pad2d", "aten::replication_pad3d", strides=in_format_of("self")
+)
 def replication_pad(self, padding):
     """`self` with its border elements repeated around it. self: (..., *spatial); padding: last dimension first."""
     return _pad_borders(self, padding, _continued)
 
 
 @ops.lowering(
-    "aten::replication_pad1d_backward", "aten::replication_pad2d_backward", "aten::replication_pad3d_backward"
+    "aten::replication_pad1d_backward",
+    "aten::replication_pad2d_backward",
+    "aten::replication_pad3d_backward",
+    strides=in_format_of("self"),
 )
 def replication_pad_backward(grad_output, self, padding):
     """The gradient of `replication_pad`. returns: the shape of `self`"""

@@ -14,6 +14,7 @@ import torch
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import opmath
+from torchax_ops_aten._strides import in_format_of
 
 ops = OpSet("torchax_ops_aten.norm")
 
@@ -269,7 +270,7 @@ def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, we
     )
 
 
-@ops.lowering("aten::native_group_norm")
+@ops.lowering("aten::native_group_norm", strides=in_format_of("input"))
 def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
     """`input` normalized over each of `group` groups of channels, then scaled and shifted per channel.
 
