@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchax_core.hooks import Hooks
 from torchax_core.tensor import Storage, Tensor, changes
 from torchax_core.trace import get_grad
 
@@ -72,6 +73,7 @@ class Guards:
         self._empty = [members for *_, members, ids in self._parts if not ids]
         self._members = [members.values() for *_, members, ids in self._parts if ids]
         self._member_ids = [i for *_, ids in self._parts for i in ids]
+        self._hooks = Hooks(modules, [r for r, (_, _, wants) in zip(self._references, tensors, strict=True) if wants])
         self._without_grad = [tensor for tensor, none in grads if none]
         self._with_grad = [tensor for tensor, none in grads if not none]
 
@@ -97,6 +99,7 @@ class Guards:
             and [*map(_TRAINING, self._modules)] == self._training
             and [*map(id, itertools.chain.from_iterable(self._members))] == self._member_ids
             and not any(self._empty)
+            and self._hooks.hold()
             and all(map(operator.is_, map(get_grad, self._without_grad), itertools.repeat(None)))
             and all(map(operator.is_not, map(get_grad, self._with_grad), itertools.repeat(None)))
             and all(read() == value for _, read, value in self._values)
@@ -111,7 +114,8 @@ class Guards:
 
     def _flags(self, leaves: list[Any]) -> list[bool]:
         given = map(leaves.__getitem__, self._arguments)
-        return [*map(_REQUIRES_GRAD, map(operator.call, self._references)), *map(_REQUIRES_GRAD, given)]
+        with torch._C.DisableTorchFunctionSubclass():  # twice as fast
+            return [*map(_REQUIRES_GRAD, map(operator.call, self._references)), *map(_REQUIRES_GRAD, given)]
 
     def what_changed(self, leaves: list[Any]) -> str:
         """In words, what is not as it was; empty if all is."""
@@ -133,6 +137,8 @@ class Guards:
         for module, what, members, ids in self._parts:
             if [*map(id, members.values())] != ids:
                 return f"a {what} of {type(module).__name__} was replaced"
+        if not self._hooks.hold():
+            return "a hook of a module or a state tensor was added, removed or replaced"
         for tensor, was_none in self._grads:
             if (get_grad(tensor) is None) is not was_none:
                 return f"the .grad of a state tensor of shape {tuple(tensor.shape)} {'appeared' if was_none else 'became None'}"

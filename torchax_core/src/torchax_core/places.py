@@ -17,7 +17,7 @@ import torch
 
 from torchax_core.tensor import Tensor
 
-__all__ = ["ABSENT", "Place", "Places", "reachable", "set_items"]
+__all__ = ["ABSENT", "LIBRARIES", "Place", "Places", "is_users", "may_open", "reachable", "set_items", "slots_of"]
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 _MOST = 20_000  # containers looked at
@@ -36,7 +36,7 @@ _LEAVES: tuple[Any, ...] = (
     jax.Array,
 )
 _LEAVES = (*_LEAVES, torch.dtype, torch.device, torch.Size, torch.Generator)
-_LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "torchax_core", "builtins"})
+LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "torchax_core", "builtins"})
 _OPAQUE = frozenset({"jax", "jaxlib", "numpy", "torchax_core"})
 
 
@@ -122,12 +122,11 @@ def set_items(container: Any, items: Iterable[Any]) -> None:
 
 
 class Places:
-    """What was found: tensors by the name of their place; numbers, bools and strings; and all that the containers held."""
+    """What was found: tensors by the name of their place; numbers; and all that the containers held."""
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[Any, ...], tuple[Place, Tensor]] = {}
         self.numbers: list[tuple[Place, int | float]] = []
-        self.words: list[Place] = []  # where bools and strings are
         self.lists: dict[int, tuple[Any, list[Any]]] = {}
         self.elsewhere: list[tuple[torch.Tensor, int]] = []  # tensors of other devices, and their versions
         self._dicts: dict[int, dict[Any, Any]] = {}
@@ -181,17 +180,32 @@ class Places:
                 self._push(value, [item for key, item in entries if item and item.__class__ is dict])
                 if not type(value).__module__.startswith("torch.nn."):
                     self._attributes(value, [(key, item) for key, item in entries if item.__class__ is not dict])
-            elif _may_open(value.__class__):
+            elif may_open(value.__class__):
                 if hasattr(value, "__dict__"):
                     self._attributes(value, vars(value).items())
-                if _is_users(value.__class__):
+                if is_users(value.__class__):
                     self._push(value, [type(value)])
-                slots = [(name, getattr(value, name)) for name in _slots(value.__class__) if hasattr(value, name)]
+                slots = [(name, getattr(value, name)) for name in slots_of(value.__class__) if hasattr(value, name)]
                 self._single.update({(id(value), name): item for name, item in slots})
                 self._items(value, slots, object)
             elif hasattr(value, "__wrapped__"):  # a jitted function
                 self._push(value, [value.__wrapped__])
         return self
+
+    def changed_since(self) -> tuple[set[Any], set[int]]:
+        """Names of entries of dicts, and identities of lists and dicts, that have been changed by now."""
+        entries: set[Any] = set()
+        containers = {
+            id(found)
+            for found, copy in self.lists.values()
+            if len(found) != len(copy) or any(a is not b for a, b in zip(found, copy, strict=False))
+        }
+        for number, copy in self._dicts.items():
+            now = self._seen[number]
+            entries.update((number, key) for key, value in copy.items() if now.get(key, ABSENT) is not value)
+            if len(now) != len(copy) and number not in self._open:
+                containers.add(number)
+        return entries, containers
 
     def way_to(self, places: Iterable[Place]) -> tuple[list[tuple[Place, Any]], list[tuple[Any, int]]]:
         """Where each container was found on the way to these places, and what it was; and containers with their lengths.
@@ -246,19 +260,16 @@ class Places:
             elif item.__class__ is int or item.__class__ is float:
                 if kind is dict and key.__class__ is str and key[:1] != "_":
                     self.numbers.append((Place(container, key, kind), item))
-            elif item.__class__ is bool or item.__class__ is str:
-                if kind is dict and key.__class__ is str and key[:1] != "_":
-                    self.words.append(Place(container, key, kind))
             elif isinstance(item, torch.Tensor):
                 self.elsewhere.append((item, item._version))
-            elif not isinstance(item, _LEAVES) or (isinstance(item, type) and _is_users(item)):
+            elif not isinstance(item, _LEAVES) or (isinstance(item, type) and is_users(item)):
                 place = Place(container, key, kind)
                 self._parents.setdefault(id(item), (parent, place))
                 self._queue.append((item, place if isinstance(item, tuple) else None))
 
     def _function(self, function: types.FunctionType) -> None:
         """A function's closure, the globals that it names, and its defaults; of libraries' functions nothing."""
-        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+        if (function.__module__ or "").partition(".")[0] in LIBRARIES:
             return
         for cell in function.__closure__ or ():
             place = Place(cell, None, types.CellType)
@@ -282,22 +293,22 @@ def reachable(roots: Iterable[Any]) -> Places:
 
 
 @functools.cache
-def _slots(kind: Any) -> tuple[str, ...]:
+def slots_of(kind: Any) -> tuple[str, ...]:
     """The attributes of such objects that are not in their `__dict__`."""
-    if (kind.__module__ or "").partition(".")[0] in _LIBRARIES:
+    if (kind.__module__ or "").partition(".")[0] in LIBRARIES:
         return ()
     found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     return tuple(n for names in found for n in ((names,) if isinstance(names, str) else names) if n[:2] != "__")
 
 
 @functools.cache
-def _is_users(kind: Any) -> bool:
+def is_users(kind: Any) -> bool:
     """Whether a class's own attributes are looked at: that of plain objects, not of libraries."""
-    return type(kind) is type and (kind.__module__ or "").partition(".")[0] not in _LIBRARIES
+    return type(kind) is type and (kind.__module__ or "").partition(".")[0] not in LIBRARIES
 
 
 @functools.cache
-def _may_open(kind: Any) -> bool:
+def may_open(kind: Any) -> bool:
     """Whether the attributes of objects of this class are looked at. Optimizers guard their own state (optimizers.py)."""
     opaque = (kind.__module__ or "").partition(".")[0] in _OPAQUE
     return not opaque and not issubclass(kind, torch.optim.Optimizer)

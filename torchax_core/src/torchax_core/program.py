@@ -164,7 +164,7 @@ class Program:
             [(i, leaf.requires_grad) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)],
             self.gradients_matter,
         )
-        self.rebinding.compile(self.guards.containers, trace.modules.values())
+        self.rebinding.compile(self.guards.containers, trace.modules.values(), trace.reads.codes())
 
     def _run_function(self, leaves: list[Any], key: Any, count: Any, tracers: Any) -> list[Any]:
         trace = self.trace = Trace(self.environment, key, count)

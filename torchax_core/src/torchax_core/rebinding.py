@@ -10,6 +10,7 @@ the place at each call; if it goes on with the old one, which it has from elsewh
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 from torchax_core.arguments import flatten, unflatten
 from torchax_core.convert import is_traced
 from torchax_core.places import ABSENT, Place, reachable, set_items
+from torchax_core.reached import look
+from torchax_core.reads import Names
 from torchax_core.tensor import Aval, Tensor, make_tensor
 from torchax_core.values import ChangedValue, Values
 
@@ -79,7 +82,7 @@ class Habits:
     def learn(self, changes: Changes, captured: Callable[[Tensor], bool], same: bool) -> None:
         """From what made a program unfit. captured: what the new program has for inputs; same: whether it is that program."""
         if same:
-            self.unread |= {value.name for value in changes.values}
+            self.unread |= {value.name for value in changes.values if not value.read}
         for place, old in changes.tensors:
             now = place.read()
             if isinstance(now, Tensor) and captured(now):
@@ -217,8 +220,9 @@ class Rebinding:
 
     # -- at each call ----------------------------------------------------------------------------
 
-    def compile(self, skip: set[int], modules: Iterable[Any]) -> None:
-        """Lay the guards out in columns. `skip`: containers that are guarded already; `modules`: those that ran."""
+    def compile(self, skip: set[int], modules: Iterable[Any], ran: Iterable[Any]) -> None:
+        """Lay the guards out in columns. `skip`: containers that are guarded already; `modules`, `ran`: those that ran, and
+        the code that did."""
         left = [(p, t) for p, t in self.guarded if id(p.container) not in skip]
         links, lengths = self.before.way_to([*(p for p, _ in self.guarded), *(s.place for s in self.sources)])
         self.links = [(p, v) for p, v in links if p.root().name not in self._changed and id(p.container) not in skip]
@@ -228,15 +232,11 @@ class Rebinding:
         self.tensors = [t for _, t in entries]
         self.others: list[tuple[Place, Any]] = [(p, t) for p, t in [*left, *self.links] if p.kind is not dict]
         self.counted, self.counts = [c for c, _ in self.lengths], [n for _, n in self.lengths]
-        self.values = Values(
-            [
-                (p.container, p.key)
-                for p in [*(p for p, _ in self.before.numbers), *self.before.words]
-                if p.kind is dict
-            ],
-            modules,
-            self.habits.unread,
-        )
+        roots = [(f"root {i}", root) for i, root in enumerate(self.roots)]
+        entries, containers = self.before.changed_since()  # by Python side effects, which are warned of
+        rebound, changed = self._changed | entries, self._changed_containers | containers
+        find = functools.partial(look, roots, Names(ran), list(modules), rebound, changed)
+        self.values = Values(find, self.habits.unread)
         del self.before  # it holds what may be gone by the next call, and is to be noticed then (guards.py)
 
     def holds(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torchax_core.convert import is_traced
 from torchax_core.cuts import cut, cut_unwanted, in_no_grad, run_kernel
 from torchax_core.random import RandomState
+from torchax_core.reads import Reads
 from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Storage, Tensor, active, tensors_among
 
@@ -146,6 +148,7 @@ class Trace:
         self.reset_grads: set[int] = set()
         self._met_grads: set[int] = set()
         self.modules: dict[int, torch.nn.Module] = {}
+        self.reads = Reads(sys._getframe(1))
         self.scopes: Any = None  # names of modules for the program (scopes.py)
         self.arguments: set[int] = set()  # storages of the function's own arguments, by identity
         self.host_inputs: list[tuple[Callable[[], Any], Any]] = []
@@ -171,7 +174,8 @@ class Trace:
     # -- what the code meets ---------------------------------------------------------------------
 
     def lift_all(self, values: Any) -> None:
-        """Lift every Tensor in nested lists of arguments."""
+        """Lift every Tensor in nested lists of arguments of a call."""
+        self.reads.note()
         for tensor in tensors_among(values):
             self.lift(tensor)
 
