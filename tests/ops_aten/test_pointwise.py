@@ -412,3 +412,10 @@ def test_complex_powers(dtype):
     assert_matches_torch(torch.pow, base, exponent)
     for number in (1 + 1j, -1 + 1j, 2.5, -0.5, 0):
         assert_matches_torch(torch.pow, base, number)
+
+
+@pytest.mark.parametrize(("dtype", "divisor"), [(torch.float32, 41.0), (torch.float64, 49.0), (torch.float64, 0.1)])
+def test_whole_quotients_by_a_number_are_whole(dtype, divisor):
+    x = torch.arange(-300, 300, dtype=dtype) * divisor
+    assert_matches_torch(torch.div, x, divisor, rounding_mode="trunc")
+    assert_matches_torch(torch.div, x, divisor, rounding_mode="floor")

@@ -135,7 +135,11 @@ def _floor_of_quotient(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _truncated_quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    return lax.div(a, b) if _is_whole(a) else jnp.trunc(a / b)
+    """The whole number of `a / b` rounded toward 0."""
+    if _is_whole(a):
+        return lax.div(a, b)
+    # by a number for all elements XLA multiplies with its inverse, of which 14 / 7 is less than 2: it must not see one
+    return jnp.trunc(a / jnp.where(jnp.isnan(a), a, b))
 
 
 @ops.lowering("aten::div.Tensor_mode", "aten::div.Scalar_mode", promote=SAME)
