@@ -12,6 +12,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
+# Processes that the tests start load what others have compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The first Python that is at least 3.11 (a pyenv shim exists for versions that do not run).
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
   if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)

@@ -28,6 +28,7 @@ from torchax_core.kernel import (
 from torchax_core.meta import check_out_dtypes, meta_of
 from torchax_core.opset import Definition, Origin, ViewDefinition
 from torchax_core.overlap import check_shared_memory
+from torchax_core.startup import import_what_torch_will, without_collections
 from torchax_core.tensor import become
 from torchax_core.variants import Variant, op_name, variant_of
 from torchax_core.writing import WritingKernel, become_resized
@@ -88,9 +89,11 @@ class OpTable:
         """Load the packs that serve aten, so that the composite ops they keep whole are caught from the first call on."""
         if not self._loaded:
             self._loaded = True
-            for pack in self.packs:
-                if "aten" in pack.namespaces:
-                    self.host.definitions(pack, self.config)
+            with without_collections():
+                for pack in self.packs:
+                    if "aten" in pack.namespaces:
+                        self.host.definitions(pack, self.config)
+                import_what_torch_will()
 
     def definition(self, op: str) -> Definition | None:
         """The pack definition of `op` that runs. Raises DuplicateOpError if two packs of no stated rank both have it."""

@@ -119,8 +119,15 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def run_python(arguments: Sequence[str]) -> Any:
-    """Run `python *arguments` in a fresh process; its last line of output is JSON, and is returned."""
-    completed = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    """Run `python *arguments` in a fresh process; its last line of output is JSON, and is returned.
+
+    The process keeps compiled bytecode, whatever this one does: pip compiles what it installs, and torch and JAX lie compiled,
+    so without it a checkout would be measured with its compilation and they without.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    completed = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
     if completed.returncode != 0:
         raise RuntimeError(f"{' '.join(arguments)[:200]} failed:\n{completed.stderr[-4000:]}")
     return json.loads(completed.stdout.strip().splitlines()[-1])
