@@ -134,3 +134,17 @@ def test_out_forms():
     out = torch.empty(5, dtype=torch.float64, device="jax")
     torch.linspace(0, 1, 5, out=out)
     torch.testing.assert_close(out.cpu(), torch.linspace(0, 1, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("steps", [50, 8])
+def test_linspace_in_integers_takes_whole_steps(steps):
+    assert_makes_the_same(torch.linspace, steps, 1, steps, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("make", [torch.linspace, torch.logspace])
+def test_an_out_of_another_shape_with_as_many_elements_is_filled(make):
+    def filled(device):
+        transposed, longer = torch.zeros(3, 2, device=device).t(), torch.zeros(7, 0, device=device)
+        return make(0, 1, 6, out=transposed), make(0, 1, 6, out=longer)
+
+    assert_same_result(filled("jax"), filled("cpu"), strides=True)

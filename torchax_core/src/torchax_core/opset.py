@@ -105,6 +105,7 @@ class Definition:
     value_check:     what torch refuses a call for, of what is in its tensors.
     format_of:       names of tensor arguments whose memory format the results take.
     strides:         of the first result, if they are not what torch's meta kernel says.
+    fills_out:       an `out` of another shape that has as many elements as the result keeps its shape.
     """
 
     op: str
@@ -123,6 +124,7 @@ class Definition:
     value_check: ValueCheck | None = None
     format_of: tuple[str, ...] = ()
     strides: Strides | None = None
+    fills_out: bool = False
 
     def gradients_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GradSource:
         """Where the gradients of this call of a composite op come from."""
@@ -226,6 +228,7 @@ class OpSet:
         differentiable: bool = False,
         format_of: Iterable[str] = (),
         strides: Strides | None = None,
+        fills_out: bool = False,
     ) -> Callable[[F], F]:
         """The op as a pure JAX function, compiled by jax.jit once per signature.
 
@@ -252,6 +255,8 @@ class OpSet:
         strides:   of the first result, where torch's meta kernel does not give those of its real kernels: a function of its
                    shape and the call's arguments by name, tensors as meta tensors (none, if the shape depends on data).
 
+        fills_out: an `out` of another shape that has as many elements as the result is filled in order and keeps its shape.
+
         It returns an array, a tuple of arrays for several results, or a list for Tensor[]. Result dtypes are cast to
         those of torch's meta kernel; a result of another shape raises LoweringMismatchError. For a composite op it may
         return NotImplemented: torch then decomposes the call.
@@ -272,6 +277,7 @@ class OpSet:
                         differentiable=differentiable,
                         format_of=tuple(format_of),
                         strides=strides,
+                        fills_out=fills_out,
                     )
                 )
             return body

@@ -163,7 +163,9 @@ def _spaced(start: Any, end: Any, steps: int, dtype: np.dtype | None) -> jax.Arr
     start, end = start.astype(wide), end.astype(wide)
     if steps == 1:
         return start[None]
-    step = (end - start) / max(steps - 1, 1)
+    # XLA would multiply by the inverse of a constant: 50, 49, ... by steps of -0.9999999999999999 are 50, 48, ... in integers
+    intervals = lax.optimization_barrier(jnp.asarray(max(steps - 1, 1), np.float64))
+    step = (end - start) / intervals
     index = _iota(steps, np.int64)
     return jnp.where(index < steps // 2, start + step * index, end - step * (steps - 1 - index))
 
@@ -174,6 +176,7 @@ def _spaced(start: Any, end: Any, steps: int, dtype: np.dtype | None) -> jax.Arr
     "aten::linspace.Tensor_Scalar",
     "aten::linspace.Scalar_Tensor",
     promote=AS_GIVEN,
+    fills_out=True,
 )
 def linspace(start, end, steps, *, dtype=None):
     """`steps` evenly spaced values from `start` to `end`, both included. returns: (steps,)"""
@@ -186,6 +189,7 @@ def linspace(start, end, steps, *, dtype=None):
     "aten::logspace.Tensor_Scalar",
     "aten::logspace.Scalar_Tensor",
     promote=AS_GIVEN,
+    fills_out=True,
 )
 def logspace(start, end, steps, base=10.0, *, dtype=None):
     """base ** linspace(start, end, steps). returns: (steps,)"""
