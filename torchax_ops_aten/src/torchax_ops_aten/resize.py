@@ -151,6 +151,22 @@ def _weighed(x: jax.Array, positions: np.ndarray, weights: np.ndarray, axis: int
     )
 
 
+def _transposed(
+    positions: np.ndarray, weights: np.ndarray | None, size: int, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """The taps of the way back, (size, taps): which outputs each input is a tap of, and by what weight; 0 fills up."""
+    out = len(positions)
+    outputs, taps = np.nonzero(np.ones(positions.shape) if weights is None else weights)
+    pairs, same = np.unique(positions[outputs, taps] * out + outputs, return_inverse=True)
+    values = np.bincount(same, None if weights is None else weights[outputs, taps], minlength=len(pairs))
+    inputs, outputs = np.divmod(pairs, max(out, 1))
+    count = np.bincount(inputs, minlength=size)
+    rank = np.arange(len(inputs)) - (np.cumsum(count) - count)[inputs]
+    found = np.zeros((2, size, count.max(initial=1)))
+    found[:, inputs, rank] = outputs, values
+    return found[0].astype(np.int64), found[1].astype(dtype)
+
+
 def _merged(positions: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """`weights` with those of one position, where an edge is repeated, in the first tap that has it."""
     same = positions[:, :, None] == positions[:, None, :]
@@ -193,10 +209,14 @@ def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float 
 def _resize_backward(
     grad_output: jax.Array, input_size: Sequence[int], scales: Sequence[float | None], taps: TapsOf
 ) -> jax.Array:
-    """The transpose of `_resize`."""
+    """The transpose of `_resize`, which is another resampling: XLA on CPU adds up taps in a gather's loop, but one by one
+    in a scatter."""
     grad = opmath(grad_output)
-    forward = functools.partial(_resize, output_size=grad.shape[2:], scales=scales, taps=taps)
-    return jax.linear_transpose(forward, jax.ShapeDtypeStruct(tuple(input_size), grad.dtype))(grad)[0]
+    for axis in range(2, grad.ndim):
+        out, size = grad.shape[axis], input_size[axis]
+        positions, weights = taps(size, out, scales[axis - 2], np.dtype(grad.dtype))
+        grad = _weighed(grad, *_transposed(positions, weights, size, np.dtype(grad.dtype)), axis)
+    return grad
 
 
 def _nearest(exact: bool) -> TapsOf:
