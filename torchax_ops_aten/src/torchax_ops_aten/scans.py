@@ -38,6 +38,29 @@ def cumprod(self, dim, *, dtype=None):
     return x if x.ndim == 0 else lax.cumprod(x, axis=dim % x.ndim)
 
 
+@ops.lowering("aten::cumprod_backward")
+def cumprod_backward(grad, input, dim, output):
+    """The gradient of :func:`cumprod`: at k, the product before k times r[k] = grad[k] + input[k + 1] * r[k + 1].
+
+    Nothing is divided, so that zeros are numbers like others. grad, input, output: (...), of one shape.
+    """
+    if input.ndim == 0 or input.size == 0:
+        return grad
+    axis = dim % input.ndim
+    x, grad = jnp.conj(opmath(input)), opmath(grad)
+
+    def chained(later: tuple[jax.Array, jax.Array], a: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # r -> sum + factor * r, for a stretch of positions; the later stretch is applied first
+        return a[0] + a[1] * later[0], a[1] * later[1]
+
+    next_factor = lax.slice_in_dim(x, 1, None, axis=axis)
+    factors = jnp.concatenate([next_factor, jnp.zeros_like(lax.slice_in_dim(x, 0, 1, axis=axis))], axis)
+    rest, _ = lax.associative_scan(chained, (grad, factors), reverse=True, axis=axis)
+    before = jnp.conj(opmath(output))
+    ones = jnp.ones_like(lax.slice_in_dim(before, 0, 1, axis=axis))
+    return rest * jnp.concatenate([ones, lax.slice_in_dim(before, 0, -1, axis=axis)], axis)
+
+
 @ops.lowering("aten::logcumsumexp", "aten::_logcumsumexp")
 def logcumsumexp(self, dim):
     """out[i] = log(exp(self[0]) + ... + exp(self[i])) along `dim`, without overflow."""
