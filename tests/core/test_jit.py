@@ -539,3 +539,75 @@ def test_threads_trace_steps_at_once() -> None:
     torch.testing.assert_close(torch.tensor(results), torch.tensor([[1.5, 0.0, -1.5], [4.5, 3.0, 1.5]]))
     assert [vars(owner)[name] for owner, name in watched] == before
     assert not torch.compiler.is_compiling() and "grad" not in vars(torchax_core.Tensor)
+
+
+def test_leaves_that_are_made_inside_over_state() -> None:
+    """`w.detach().requires_grad_()`, as for forces and saliency: a leaf of the function's own, however many there are."""
+
+    def function(x):
+        one, two = state.detach().requires_grad_(), state[:2].detach().requires_grad_()
+        (force,) = torch.autograd.grad((one**2 * weight).sum() + two.sum() ** 2, one, create_graph=True)
+        return force * one * x * two.sum()
+
+    seen = []
+    for device in ("cpu", "jax"):
+        state = torch.arange(1.0, 4.0).to(device)
+        weight = nn.Parameter(torch.arange(2.0, 5.0).to(device))
+        run = torchax_core.jit(function) if device == "jax" else function
+        for _ in range(2):
+            result = run(torch.ones(3).to(device))
+            weight.grad = None
+            result.sum().backward()
+        seen.append((result.detach().cpu(), weight.grad.cpu()))
+    torch.testing.assert_close(*seen)
+
+
+@pytest.mark.parametrize(
+    "kind", [getattr(torch.optim, n) for n in ("Adamax", "RAdam", "NAdam", "ASGD", "Rprop", "Adadelta")], ids=str
+)
+def test_each_optimizer_makes_its_state_inside(kind) -> None:
+    seen = []
+    for device in ("cpu", "jax"):
+        weights = [nn.Parameter(torch.full((n,), 0.5).to(device)) for n in (2, 3)]
+        optimizer = kind(weights, lr=0.1)
+
+        def step(x, weights=weights, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = sum((w.square() * x).sum() for w in weights)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = torchax_core.jit(step) if device == "jax" else step
+        x = torch.tensor(1.5).to(device)
+        for i in range(3):
+            optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+            run(x)
+        seen.append([w.detach().cpu() for w in weights])
+    torch.testing.assert_close(seen[1], seen[0])
+    assert len(run.compilations) == 1, run.explain()
+
+
+def test_the_state_of_an_optimizer_is_no_program_for_each_shape() -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **details: object) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    weights = [nn.Parameter(torch.ones(n, 2, 3).to("jax")) for n in range(30, 40)]
+    optimizer = torch.optim.Adam(weights, amsgrad=True)
+
+    @torchax_core.jit
+    def step():
+        optimizer.zero_grad()
+        sum(w.sum() for w in weights).backward()
+        optimizer.step()
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        step()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert 0 < len(compiled) <= 5
+    assert all(s["exp_avg"].stride() == w.stride() for w, s in optimizer.state.items())

@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchax_core.convert import scalar_array
+from torchax_core.filling import Filling
 from torchax_core.placement import laid_out_like
 from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Tensor, active, wrap_array
@@ -28,7 +29,7 @@ from torchax_core.tensor import Tensor, active, wrap_array
 __all__ = ["tracing_optimizers"]
 
 # Their plain form branches on numbers that it computes from the step count.
-_BRANCHING = (torch.optim.ASGD, torch.optim.RAdam)
+_BRANCHING = (torch.optim.ASGD, torch.optim.RAdam, torch.optim.Adamax)
 
 
 @SharedPatches
@@ -109,7 +110,7 @@ def _make_state(optimizer: Optimizer, trace: Any) -> None:
             for group in optimizer.param_groups:
                 missing = [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
                 if missing:
-                    with _plain_gradients(missing):
+                    with _plain_gradients(missing), _filling():
                         init(group, *[[] for _ in parameters])
         for parameter, state in optimizer.state.items():
             if not isinstance(parameter, Tensor):
@@ -120,6 +121,16 @@ def _make_state(optimizer: Optimizer, trace: Any) -> None:
                     state[name] = wide.to("jax")
                 elif isinstance(value, Tensor):  # from a file, it lies on one device as a whole
                     value._store.array = laid_out_like(value._store.array, parameter._store.array)
+
+
+@contextlib.contextmanager
+def _filling() -> Iterator[None]:
+    kernels = active.kernels
+    active.kernels = Filling(kernels)
+    try:
+        yield
+    finally:
+        active.kernels = kernels
 
 
 @contextlib.contextmanager

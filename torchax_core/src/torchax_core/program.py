@@ -292,7 +292,7 @@ class Program:
         self._tensors = [
             (tensor, store, tensor.requires_grad)
             for tensor, store in trace.tensors.values()
-            if id(store) in trace.lifted
+            if id(store) in trace.lifted and id(tensor) not in trace.aliases
         ]
         self.hosts = [read for read, _ in trace.host_inputs]
         order = sorted(

@@ -233,8 +233,8 @@ class Rebinding:
         self.others: list[tuple[Place, Any]] = [(p, t) for p, t in [*left, *self.links] if p.kind is not dict]
         self.counted, self.counts = [c for c, _ in self.lengths], [n for _, n in self.lengths]
         roots = [(f"root {i}", root) for i, root in enumerate(self.roots)]
-        entries, containers = self.before.changed_since()  # by Python side effects, which are warned of
-        rebound, changed = self._changed | entries, self._changed_containers | containers
+        written, containers = self.before.changed_since()  # by Python side effects, which are warned of
+        rebound, changed = self._changed | written, self._changed_containers | containers
         find = functools.partial(look, roots, Names(ran), list(modules), rebound, changed)
         self.values = Values(find, self.habits.unread)
         del self.before  # it holds what may be gone by the next call, and is to be noticed then (guards.py)

@@ -144,6 +144,7 @@ class Trace:
         self.lifted: dict[int, Lifted] = {}
         self.outside: set[int] = set()  # the tensors by which storages were met first, by identity
         self.tensors: dict[int, tuple[Tensor, Storage]] = {}
+        self.aliases: set[int] = set()  # tensors over lifted storages that were made inside, by identity
         self.grads: dict[int, tuple[Tensor, Any]] = {}
         self.reset_grads: set[int] = set()
         self._met_grads: set[int] = set()
@@ -263,6 +264,8 @@ class Trace:
                 self._born.append(weakref.ref(store, lambda _: self._born_ids.discard(key)))
                 if self.watched and in_no_grad():
                     cut(store)
+            elif key in self.lifted and id(result) not in self.tensors:
+                self.aliases.add(id(result))
         elif result.__class__ is list or result.__class__ is tuple:
             for item in result:
                 self.note(item)
