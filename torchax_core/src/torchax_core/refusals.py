@@ -56,7 +56,8 @@ def _values(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
     array = _array(x) if isinstance(x, Tensor) else array_from_torch(x)
-    return _UNKNOWN if is_traced(array) or not array.is_fully_addressable else np.asarray(array)
+    stand_in = is_traced(array) or isinstance(array, jax.ShapeDtypeStruct)  # of shapes alone (whole.py)
+    return _UNKNOWN if stand_in or not array.is_fully_addressable else np.asarray(array)
 
 
 def _array(x: Tensor) -> Any:
