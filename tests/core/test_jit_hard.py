@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -786,3 +787,50 @@ def test_a_function_that_is_traced_again_and_again_says_so() -> None:
         for i in range(32):
             settings["rate"] = float(i)
             assert run(x).tolist() == [i, i]
+
+
+def _followed_training(change: Callable[[Any, Any, int], None]) -> list[list[float]]:
+    seen = []
+    for device in ("cpu", "jax"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+        optimizer = torch.optim.Adam(model[0].parameters(), lr=0.01)
+
+        def step(x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = torchax_core.jit(step) if device == "jax" else step
+        x = torch.linspace(0, 1, 6).reshape(2, 3).to(device)
+        losses = []
+        for number in range(5):
+            losses.append(run(x).item())
+            change(model, optimizer, number)
+        seen.append(losses)
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-6)
+    return seen
+
+
+def test_a_group_of_parameters_added_between_calls() -> None:
+    def change(model, optimizer, number):
+        if number == 1:
+            optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.1})
+
+    _followed_training(change)
+
+
+def test_weights_pruned_between_calls() -> None:
+    """Pruning moves a weight to another name, and a hook puts a product of it in its place at each call."""
+
+    def change(model, optimizer, number):
+        if number == 1:
+            prune.l1_unstructured(model[2], "weight", amount=0.5)
+        if number == 2:
+            assert model[2].weight.tolist()
+        if number == 3:
+            prune.remove(model[2], "weight")
+
+    _followed_training(change)

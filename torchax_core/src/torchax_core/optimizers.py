@@ -152,7 +152,7 @@ def _guard_settings(trace: Any, optimizer: Optimizer, number: int, group: dict[s
     made = optimizer.state  # load_state_dict puts another in its place, of other tensors
 
     def settings() -> tuple[Any, ...]:
-        values: list[Any] = [len(group["params"]), optimizer.state is made]
+        values: list[Any] = [len(optimizer.param_groups), len(group["params"]), optimizer.state is made]
         values += [
             v for k, v in group.items() if k not in ("params", "lr", "initial_lr") and not isinstance(v, torch.Tensor)
         ]

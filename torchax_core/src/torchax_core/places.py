@@ -177,9 +177,12 @@ class Places:
                 self._push(value, [value.func, value.args, value.keywords])
             elif isinstance(value, torch.nn.Module):
                 entries = vars(value).items()
-                self._push(value, [item for key, item in entries if item and item.__class__ is dict])
-                if not type(value).__module__.startswith("torch.nn."):
-                    self._attributes(value, [(key, item) for key, item in entries if item.__class__ is not dict])
+                self._push(value, [item for key, item in entries if item.__class__ is dict and item])
+                attributes = [(key, item) for key, item in entries if item.__class__ is not dict]
+                if type(value).__module__.startswith("torch.nn."):  # pruning puts a weight there
+                    attributes = [(key, item) for key, item in attributes if isinstance(item, torch.Tensor)]
+                if attributes:
+                    self._attributes(value, attributes)
             elif may_open(value.__class__):
                 if hasattr(value, "__dict__"):
                     self._attributes(value, vars(value).items())
