@@ -611,3 +611,29 @@ def test_the_state_of_an_optimizer_is_no_program_for_each_shape() -> None:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert 0 < len(compiled) <= 5
     assert all(s["exp_avg"].stride() == w.stride() for w, s in optimizer.state.items())
+
+
+def test_under_the_transformations_of_torch_func() -> None:
+    weight = torch.tensor([2.0, 3.0], device="jax", requires_grad=True)
+    x = torch.tensor([1.0, 2.0], device="jax")
+    plain = lambda x: x**2 * weight
+    jitted = torchax_core.jit(plain)
+    for transform in (
+        torch.func.jacrev,
+        torch.func.vmap,
+        torch.func.jacfwd,
+        lambda f: torch.func.grad(lambda x: f(x).sum()),
+    ):
+        for argument in (x, 2 * x):
+            assert transform(jitted)(argument).tolist() == transform(plain)(argument).tolist()
+    assert jitted(x).tolist() == [2, 12]
+
+
+def test_a_generator_draws_the_numbers_of_eager_code() -> None:
+    generator = torch.Generator()
+    draw = lambda: torch.rand(3, device="jax", generator=generator)
+    seen = []
+    for function in (draw, torchax_core.jit(draw)):
+        generator.manual_seed(1)
+        seen.append([function().tolist() for _ in range(3)])
+    assert seen[0] == seen[1] and seen[0][0] != seen[0][1]

@@ -35,6 +35,9 @@ from torchax_core.tensor import DEVICE_TYPE, Tensor, active
 
 __all__ = ["JittedFunction", "compile", "jit"]
 
+_functorch_level: Callable[[], int | None] = (
+    torch._C._functorch.maybe_current_level
+)  # None outside torch.func's transformations
 _MANY = 32  # traces of one function, that its user is told of
 _MOST_PROGRAMS = 64  # of one signature; those that guards have failed longest are let go
 
@@ -94,7 +97,7 @@ class JittedFunction:
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if active.trace is not None:
+        if active.trace is not None or _functorch_level() is not None:
             return self._inline(args, kwargs)
         watch = current_env()._watch  # of a debug check, or TORCHAX_LOG=ops
         if watch is not None and watch.eager:
@@ -125,7 +128,7 @@ class JittedFunction:
         return argument_shardings(self.in_shardings, call, self.static, f"jit({self.name}): in_shardings")
 
     def _inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Inside another trace, or somebody's jax transformation: part of their program."""
+        """Inside another trace, or a transformation of jax's or torch.func's: part of what they make of it."""
         if self.in_shardings is not None:
             call = self.call(args, kwargs)
             for leaf, sharding in zip(call.leaves, self.leaf_shardings(call), strict=True):

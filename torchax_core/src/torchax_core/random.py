@@ -61,7 +61,10 @@ class RandomState:
         """Key and count for one draw, as a kernel takes them."""
         if generator is not None:
             if active.trace is not None:
-                return active.trace.host_input(lambda: _from_generator(generator, self.impl)), np.uint32(0)
+                before = generator.get_state()  # each call draws; tracing does not
+                drawn = active.trace.host_input(lambda: _from_generator(generator, self.impl))
+                generator.set_state(before)
+                return drawn, np.uint32(0)
             return _from_generator(generator, self.impl), np.uint32(0)
         if active.trace is not None:
             return active.trace.random_arguments(self)

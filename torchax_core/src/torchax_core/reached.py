@@ -24,6 +24,7 @@ import torch
 
 from torchax_core.places import ABSENT, is_users, may_open, slots_of
 from torchax_core.reads import Names, code_of, is_library
+from torchax_core.tensor import Tensor
 
 __all__ = ["CLASS", "DICT", "GETTER", "PLAIN", "Reached", "Row", "look"]
 
@@ -56,6 +57,7 @@ class Reached:
     values: by name, what is there (its class, if it has been looked into), and whether code that ran has a name for it.
     open:   attributes of objects, which may get more.
     dicts, lists: whose keys, and lengths, count; sets and arrays, with copies.
+    tensors: of other devices, and their versions.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,7 @@ class Reached:
         self.dicts: list[dict[Any, Any]] = []
         self.open: list[dict[Any, Any]] = []
         self.lists: list[Any] = []
+        self.tensors: list[tuple[torch.Tensor, int]] = []
         self.sets: list[tuple[set[Any], frozenset[Any]]] = []
         self.arrays: list[tuple[np.ndarray[Any, Any], bytes]] = []
 
@@ -110,9 +113,13 @@ class _Walk:
 
     def _place(self, kind: str, container: Any, key: Any, path: tuple[Any, ...], value: Any, read: bool) -> None:
         """A place and what it holds; the row of items of tuples is that of the tuple."""
-        if isinstance(value, (torch.Tensor, jax.core.Tracer)) or (id(container), key) in self.rebound:
+        if isinstance(value, (Tensor, jax.core.Tracer)) or (id(container), key) in self.rebound:
             return
         name = (*path, key)
+        if isinstance(value, torch.Tensor):
+            if not read:
+                return
+            self._elsewhere(value, name)
         plain = value.__class__ in PLAIN
         if read or (plain and kind == DICT and key.__class__ is str and key[:1] != "_"):
             if isinstance(value, types.ModuleType) or (isinstance(value, type) and is_library(value.__module__)):
@@ -121,8 +128,14 @@ class _Walk:
             self.found.values[name] = (_token(value), read)
             if kind != "item" and not (kind == DICT and value is ABSENT):  # which would make it one more
                 self.found.rows.append(Row(name, kind, container, key, value))
-        if not plain and value.__class__ not in _VALUES:
+        if not plain and value.__class__ not in _VALUES and not isinstance(value, torch.Tensor):
             self._queue.append((value, name, read))
+
+    def _elsewhere(self, tensor: torch.Tensor, name: tuple[Any, ...]) -> None:
+        """A tensor of another device, of which the program has a copy."""
+        if not tensor.is_inference():
+            self.found.tensors.append((tensor, tensor._version))
+            self.found.values[*name, "its version"] = (tensor._version, True)
 
     def _get(self, getter: Any, container: Any, path: tuple[Any, ...], key: Any, read: bool = True) -> None:
         try:
@@ -239,6 +252,10 @@ class _Walk:
         if ran:
             self._place(DICT, attributes, "forward", path, attributes.get("forward", ABSENT), True)
             self.found.open.append(attributes)
+            for what in ("_parameters", "_buffers"):
+                for name, tensor in attributes[what].items():
+                    if tensor is not None and not isinstance(tensor, Tensor):
+                        self._elsewhere(tensor, (*path, name))
             for what in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
                 self._queue += [(hook, (*path, what, i), True) for i, hook in enumerate(attributes[what].values())]
             if not users and id(kind) not in self._seen:
@@ -341,7 +358,7 @@ def _token(value: Any) -> Any:
     looked_into = (dict, list, tuple, set, collections.deque, types.MethodType, functools.partial, torch.nn.Module)
     if isinstance(value, looked_into) or (isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES):
         return value.__class__
-    if not isinstance(value, type) and (_opens(value.__class__) or hasattr(value, "__wrapped__")):
+    if not isinstance(value, (type, torch.Tensor, jax.Array)) and (_opens(value.__class__) or hasattr(value, "__wrapped__")):
         return value.__class__
     return referred(value)
 

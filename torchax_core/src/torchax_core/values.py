@@ -65,6 +65,7 @@ class Values:
         self._counted = [*now.open, *now.lists, *now.dicts]
         self._counts = [*map(len, self._counted)]
         self._sets, self._copies = [found for found, _ in now.sets], [copy for _, copy in now.sets]
+        self._tensors, self._versions = [tensor for tensor, _ in now.tensors], [version for _, version in now.tensors]
         self._arrays, self._bytes = [array for array, _ in now.arrays], [content for _, content in now.arrays]
 
     def _hold(self, value: Any) -> Any:
@@ -94,6 +95,7 @@ class Values:
                 and [*map(id, self._now())] == self._ids
                 and [*map(len, self._counted)] == self._counts
                 and [*chain.from_iterable(self._keyed)] == self._all_keys
+                and [*map(_VERSION, self._tensors)] == self._versions
                 and self._sets == self._copies
                 and [*map(np.ndarray.tobytes, self._arrays)] == self._bytes
             ):
@@ -134,6 +136,7 @@ class Values:
         return found
 
 
+_VERSION = operator.attrgetter("_version")
 _NOTHING: tuple[Any, bool] = (ABSENT, False)
 
 
