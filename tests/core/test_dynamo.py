@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 import subprocess
 import sys
 
@@ -18,7 +20,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.utils import _pytree as pytree
 
 import torchax_core
-from torchax_core import Config, Environment
+from torchax_core import Config, Environment, log
 from torchax_core.errors import AccuracyError, DataDependentError, NonFiniteError
 from torchax_core.interop import call_torch
 
@@ -969,3 +971,21 @@ def test_random_numbers_in_a_loop_are_refused() -> None:
 
     with pytest.raises(Exception, match="draws random numbers"):
         torch.compile(f, backend="torchax", fullgraph=True)(torch.rand(3, 4, device="jax"))
+
+
+def test_compiled_calls_are_logged(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(log, "ops", True)
+    caplog.set_level(logging.INFO, logger=log.logger.name)
+    model = network().to("jax")
+    with Environment():
+        run, x = compiled(model), torch.ones(3, 4, device="jax")
+        for _ in range(2):
+            run(x).sum().backward()
+    lines = [record.getMessage() for record in caplog.records if "torch.compile(" in record.getMessage()]
+    kinds = [re.sub(r"\d+ tensors|[\d.]+ (us|ms)", "_", line) for line in lines]
+    first, hit = "compiled 1 program in _", "hit"
+    assert (
+        re.sub(r"compiled \d+ programs?", "compiled 1 program", kinds[0])
+        == f"torch.compile(forward)(_) -> _  _, {first}"
+    )
+    assert kinds[2:] == [f"torch.compile({name})(_) -> _  _, {hit}" for name in ("forward", "backward")]

@@ -345,12 +345,13 @@ def command(folder, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_writes_what_load_reads(tmp_path) -> None:
-    ran = command(tmp_path, "factories:make", "--out", "m.zip", "--dynamic-batch", "--json")
+    ran = command(tmp_path, "factories:make", "--out", "m.zip", "--dynamic-batch", "--text", "--json")
     assert ran.returncode == 0, ran.stderr
     written = json.loads(ran.stdout)
     assert written["file"] == "m.zip"
     assert written["bytes"] == (tmp_path / "m.zip").stat().st_size
     assert re.fullmatch(r"float32\[\w+,4\]", written["inputs"][0])
+    assert 'stablehlo.composite "aten.linear"' in written["stablehlo"]
     weights, exported = load(tmp_path / "m.zip")
     torch.manual_seed(0)
     layer = nn.Linear(4, 3)

@@ -48,9 +48,19 @@ class GraphProgram:
         _onto_device(graph)
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        environment = current_env()
+        watch = environment._watch
+        if watch is None or not watch.logs:
+            return self._run(args, environment)
+        count, before = sum(isinstance(a, torch.Tensor) for a in args), log.begun()
+        results = self._run(args, environment)
+        made = sum(isinstance(r, torch.Tensor) for r in results)
+        log.line(f"torch.compile({self.name})", f"{count} tensors", before, results, f"{made} tensors")
+        return results
+
+    def _run(self, args: list[Any], environment: Any) -> list[Any]:
         inputs = list(args)
         args.clear()
-        environment = current_env()
         key = (environment, environment.version, torch.get_float32_matmul_precision())
         program = self.made.get(key)
         if program is None:

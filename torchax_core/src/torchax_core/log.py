@@ -59,26 +59,35 @@ class OpLines:
 
     def before(self, call: Any) -> Any:
         """The arguments in words, as they are before the call; what has been compiled so far; the time."""
-        return describe_call(call.args, call.kwargs), counters.here.compiled, counters.here.seconds, time.perf_counter()
+        return describe_call(call.args, call.kwargs), begun()
 
     def after(self, call: Any, before: Any, result: Any) -> None:
         """Log the line."""
-        arguments, compiled, seconds, start = before
-        times = f"{1e6 * (time.perf_counter() - start):.1f} us"
-        if sync:
-            jax.block_until_ready([t._store.array for t in pytree.tree_leaves(result) if hasattr(t, "_store")])
-            times += f", done after {1e6 * (time.perf_counter() - start):.1f} us"
-        new = counters.here.compiled - compiled
-        spent = 1e3 * (counters.here.seconds - seconds)
-        programs = "1 program" if new == 1 else f"{new} programs"
-        how = f"compiled {programs} in {spent:.1f} ms" if new else "hit"
-        name = call.name if call.name.startswith("jit(") else str(call.func)
-        if not hasattr(call.func, "_schema"):
-            name = call.name
-        logger.info("%s(%s) -> %s  %s, %s", name, arguments, describe(result), times, how)
+        name = str(call.func) if hasattr(call.func, "_schema") else call.name
+        arguments, start = before
+        line(name, arguments, start, result)
 
     def in_backward(self, call: Any, before: Any, given: Any, gradients: Any) -> None:
         """Nothing: it is no op."""
+
+
+def begun() -> tuple[int, float, float]:
+    """What `line` wants to know from before the call: how many programs have been compiled, in how long, and the time."""
+    return counters.here.compiled, counters.here.seconds, time.perf_counter()
+
+
+def line(name: str, arguments: str, before: tuple[int, float, float], result: Any, results: str = "") -> None:
+    """Log a call that is over. results: in words, if not each of them."""
+    compiled, seconds, start = before
+    times = f"{1e6 * (time.perf_counter() - start):.1f} us"
+    if sync:
+        jax.block_until_ready([t._store.array for t in pytree.tree_leaves(result) if hasattr(t, "_store")])
+        times += f", done after {1e6 * (time.perf_counter() - start):.1f} us"
+    new = counters.here.compiled - compiled
+    spent = 1e3 * (counters.here.seconds - seconds)
+    programs = "1 program" if new == 1 else f"{new} programs"
+    how = f"compiled {programs} in {spent:.1f} ms" if new else "hit"
+    logger.info("%s(%s) -> %s  %s, %s", name, arguments, results or describe(result), times, how)
 
 
 def describe_call(args: Sequence[Any], kwargs: dict[str, Any]) -> str:

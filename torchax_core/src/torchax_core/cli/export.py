@@ -64,13 +64,13 @@ def export(
         "outputs": [str(aval) for aval in exported.out_avals],
         "platforms": list(exported.platforms),
     }
-    if text:
-        written["stablehlo"] = exported.mlir_module()
+    if text:  # with dynamic dimensions, composites are in a program of their own
+        written["stablehlo"] = getattr(exported, "composites", exported).mlir_module()
     if as_json:
         print_json(written)
         return
     if text:
-        print_text(exported.mlir_module())
+        print_text(written["stablehlo"])
     print_text(f"{out}: {written['bytes']:,} bytes, for {', '.join(exported.platforms)}")
     print_text(f"    ({', '.join(written['inputs'])}) -> ({', '.join(written['outputs'])})")
 
