@@ -43,6 +43,11 @@ def test_every_module_imports_by_its_name() -> None:
     from torchax.interop import call_jax, torch_view
 
     assert interop.call_jax is call_jax and interop._torch_view is torchax_core.interop.torch_view_elem
+    from torchax import device_module, export
+    from torchax.tensor import Tensor
+
+    assert device_module.device_count() == 1 and export.extract_avals is torchax_core.export.input_avals
+    assert Tensor.jax(torch.ones(2, device="jax")).tolist() == [1, 1] and not hasattr(Tensor, "nonsense")
     assert torch_view is torchax.interop.torch_view and torchax.default_env() is torchax_core.default_env()
     with pytest.raises(AttributeError, match=r"'torchax.interop' has no 'nonsense' here.*migration.md"):
         interop.nonsense  # noqa: B018

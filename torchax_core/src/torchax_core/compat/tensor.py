@@ -21,6 +21,9 @@ class _TensorName(type):
         floating = made.is_floating_point() or made.is_complex()
         return made.requires_grad_(requires_grad and floating)  # type: ignore[return-value]
 
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(_Tensor, name)  # as in `map(Tensor.jax, tensors)`
+
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _Tensor)
 
