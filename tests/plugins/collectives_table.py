@@ -1,13 +1,15 @@
 """Collectives of device "jax" against gloo's: `python tests/plugins/collectives_table.py --table`.
 
-The cases of collectives_cases.py run with the same ranks in four places: gloo processes on the CPU, the reference; the
-devices of a jax.shard_map; processes under jax.distributed; and both of these again with four members. Values, shapes and
-dtypes must be equal. Where gloo lacks something (PREMUL_SUM, bools), the reduction's definition is the reference.
+The cases of collectives_cases.py run with the same ranks in several places: gloo processes on the CPU, the reference; the
+devices of a jax.shard_map; processes under jax.distributed, there also inside torchax_core.jit; and all of these again with
+four members. Values, shapes and dtypes must be equal. Where gloo lacks something (PREMUL_SUM, bools), the reduction's
+definition is the reference.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import pickle
@@ -58,9 +60,44 @@ def as_process(backend: str, rank: int, members: int, port: int, full: bool) -> 
     dist.init_process_group(backend)
     device = "jax" if backend == "jax" else "cpu"
     found = {case.key: attempt(case, case.input(rank, members).to(device), members) for case in cases(full)}
+    if backend == "jax":
+        found |= jitted(rank, members, full)
     dist.barrier()
     dist.destroy_process_group()
     return found
+
+
+JITTED = "in jit: "
+NOT_JITTED = ("unequal", "isend", "recv", "refusals", "objects", "new_group", "whole step")
+"""Cases that need values on the host, make groups, or are of jitted functions as they are."""
+
+
+def jitted(rank: int, members: int, full: bool) -> dict[str, Outcome]:
+    """The cases inside torchax_core.jit, thirty in a program; those that train make a program of each step themselves."""
+    from training_cases import training
+
+    import torchax_core
+
+    train = {case.name for case in training(True)}
+    some = [c for c in cases(full) if c.name not in train and not any(name in c.name for name in NOT_JITTED)]
+    found: dict[str, Outcome] = {}
+    for part in (some[i : i + 30] for i in range(0, len(some), 30)):
+        program = torchax_core.jit(functools.partial(_all, part, found, members))
+        results = program({c.key: c.input(rank, members).to("jax") for c in part})
+        found |= {JITTED + key: [t.detach().cpu() for t in tensors] for key, tensors in results.items()}
+    return found
+
+
+def _all(
+    part: list[Case], found: dict[str, Outcome], members: int, inputs: dict[str, torch.Tensor]
+) -> dict[str, Tensors]:
+    results: dict[str, Tensors] = {}
+    for case in part:
+        try:
+            results[case.key] = case.body(inputs[case.key], members)
+        except Exception as error:
+            found[JITTED + case.key] = f"{type(error).__name__}: {error}"
+    return results
 
 
 def as_devices(members: int, full: bool) -> list[dict[str, Outcome]]:
@@ -166,16 +203,17 @@ def compare(
     sources: dict[str, str] = {}
     for place, members in places:
         found = launch(place, members, full)
-        column = differences[f"{place} {members}"] = {}
-        for case in cases(full):
-            if case.ranked and place == "devices":
-                continue
-            sources[case.key], expected = reference(case, gloo[members])
-            if sources[case.key] == "gloo raises":
-                continue  # nothing to compare with
-            ranks = range(members) if case.root is None else [case.root]
-            faults = (difference(found[rank][case.key], expected[rank], case.rounded) for rank in ranks)
-            column[case.key] = next((fault for fault in faults if fault is not None), None)
+        for prefix in ("", JITTED) if place == "processes" else ("",):
+            column = differences[f"{'in jit' if prefix else place} {members}"] = {}
+            for case in cases(full):
+                if prefix + case.key not in found[0]:
+                    continue
+                sources[case.key], expected = reference(case, gloo[members])
+                if sources[case.key] == "gloo raises":
+                    continue  # nothing to compare with
+                ranks = range(members) if case.root is None else [case.root]
+                faults = (difference(found[rank][prefix + case.key], expected[rank], case.rounded) for rank in ranks)
+                column[case.key] = next((fault for fault in faults if fault is not None), None)
     return cases(full), sources, differences
 
 

@@ -102,6 +102,63 @@ def sync_batch_norm(x: torch.Tensor, n: int) -> Tensors:
     return [norm(x), norm.running_mean, norm.running_var]
 
 
+def _jitted(device: torch.device, fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """On device "jax", the function under torchax_core.jit: one program, with what the ranks send each other in it."""
+    if device.type == "cpu":
+        return fn
+    import torchax_core
+
+    return torchax_core.jit(fn)
+
+
+def whole_step(options: dict[str, object], x: torch.Tensor, n: int) -> Tensors:
+    """A training step as one program: DistributedDataParallel's forward, backward, and the optimizer."""
+    torch.manual_seed(dist.get_rank())
+    parallel = torch.nn.parallel.DistributedDataParallel(Branching().to(x.device), **options)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = parallel(x, True).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = _jitted(x.device, step)
+    losses = torch.stack([run(x + i) for i in range(3)])
+    return [losses, *parallel.parameters(), *parallel.buffers()]
+
+
+def in_jit(x: torch.Tensor, n: int) -> Tensors:
+    """Several groups in one program, rank-dependent values, gradients that leave it; and torch.compile."""
+    import torch.distributed._functional_collectives as funcol
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, rank = init_device_mesh(x.device.type, (n // 2, 2), mesh_dim_names=("slow", "fast")), dist.get_rank()
+
+    wait = funcol.wait_tensor
+
+    def several(x: torch.Tensor) -> torch.Tensor:
+        x, y = x * (rank + 1), x.clone()
+        dist.all_reduce(y)
+        parts = wait(funcol.all_gather_tensor(x + y, 0, mesh["fast"]))
+        unused = wait(funcol.all_reduce(parts, "max", mesh["fast"]))
+        parts = (unused if rank else parts) + wait(funcol.all_reduce(parts, "sum", mesh["slow"]))
+        return wait(funcol.reduce_scatter_tensor(parts, "sum", 0, mesh["fast"]))
+
+    def differentiated(x: torch.Tensor) -> torch.Tensor:
+        everyone = wait(funcol.all_gather_tensor_autograd(x * x, 0, dist.group.WORLD))
+        return (everyone * torch.arange(float(len(everyone)), device=x.device)[:, None]).sum()
+
+    run, found = _jitted(x.device, several), []
+    found += [run(x), run(x + 1)]
+    leaf = x.clone().requires_grad_()
+    found.append(_jitted(x.device, differentiated)(leaf))
+    found[-1].backward()
+    compiled = several if x.device.type == "cpu" else torch.compile(several, backend="torchax")
+    return [*found, leaf.grad, compiled(x)]
+
+
 # -- sharded weights -----------------------------------------------------------------------------
 
 
@@ -206,11 +263,36 @@ def parallelized(x: torch.Tensor, n: int) -> Tensors:
     for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     found = _as_alone(_steps(model, tokens), x.device)
+    if x.device.type == "jax":
+        _in_jit(model, tokens)
     whole = torch.arange(10.0, device=x.device).reshape(5, 2)
     split = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
     sums = DTensor.from_local(x, mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local()
     (split.square().sum() * 3).backward()
     return [*found, split.grad.full_tensor(), sums]
+
+
+def _in_jit(model: torch.nn.Module, tokens: torch.Tensor) -> None:
+    """A step over DTensors under torchax_core.jit does what it does without."""
+    import copy
+
+    after = []
+    for wrap in (lambda f: f, functools.partial(_jitted, tokens.device)):
+        some = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(some.parameters(), lr=0.1, foreach=False)
+
+        def step(tokens: torch.Tensor, some=some, optimizer=optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = _language(some, tokens)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = wrap(step)
+        losses = [run(tokens) for _ in range(2)]
+        after.append([*losses, *(p.full_tensor() if hasattr(p, "full_tensor") else p for p in some.parameters())])
+    for found, expected in zip(after[1], after[0], strict=True):
+        torch.testing.assert_close(found.detach().cpu(), expected.detach().cpu(), rtol=1e-4, atol=1e-5)
 
 
 # -- overrides -----------------------------------------------------------------------------------
@@ -325,6 +407,11 @@ def training(full: bool) -> list[Case]:
     for kind, options in sharding.items() if full else list(sharding.items())[:1]:
         found.append(Case(f"fully_shard{kind}", single, functools.partial(sharded, options), ranked=True, rounded=True))
     found.append(Case("DTensor, parallelize_module", single, parallelized, ranked=True, rounded=True))
+    for kind, options in (("", {}), (", bucket views", {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001})):
+        if full or not kind:
+            body = functools.partial(whole_step, options)
+            found.append(Case(f"DDP, whole step{kind}", single, body, ranked=True, rounded=True))
+    found.append(Case("several groups in jit", single, in_jit, ranked=True, rounded=True))
     found.append(Case("overrides", single, overridden, ranked=True, rounded=True))
     found.append(Case("average_gradients", single, average_by_hand, ranked=True, rounded=True))
     found.append(Case("SyncBatchNorm", single, sync_batch_norm, ranked=True, rounded=True))

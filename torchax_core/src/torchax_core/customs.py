@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch._functorch import autograd_function as vmapped
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchax_core import trees
@@ -90,6 +91,9 @@ def _apply(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     ):  # torch.utils.checkpoint(use_reentrant=True): the same values and gradients, unsaved or not
         run, _, *inner = args
         return run(*inner)
+    if _wrapped(cls, args):
+        _taken.known = cls
+        return original(*args, **kwargs)
     before = _before(args)
     recorded = torch.is_grad_enabled() and any(a.requires_grad for _, a, _ in before)
     if not recorded and _has_jvp(cls):
@@ -100,6 +104,7 @@ def _apply(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         outputs = [o for o in _tuple(result) if isinstance(o, Tensor)]
         context = next((o.grad_fn for o in outputs if o.grad_fn is not None), None)
         if context is None:
+            _wrapped(cls, _tuple(result))
             return result
         saved, attributes = context.saved_tensors, dict(context.__dict__)  # type: ignore[attr-defined]
         _attach(cls, before, result, (saved, attributes), tuple(context.needs_input_grad), True)  # type: ignore[attr-defined]
@@ -109,6 +114,15 @@ def _apply(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         result = _run_forward(cls, made, args, kwargs)
     _attach(cls, before, result, made.kept(), made.needs_input_grad, made.materialize)
     return result
+
+
+def _wrapped(cls: Any, values: Sequence[Any]) -> bool:
+    """Whether any is a tensor made of ours, as a DTensor is. torch differentiates those; jax cannot, and is not to be asked."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and not isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+            active.trace.torch_only.add(f"{cls.__name__}, of a {type(value).__name__}")
+            return True
+    return False
 
 
 def _before(args: Sequence[Any]) -> list[tuple[int, Tensor, Any]]:
@@ -204,6 +218,8 @@ def _forward_of_taken(cls: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
     apart = cls.setup_context is not _SingleLevelFunction.setup_context
     inputs = args if apart else args[1:]
     if under_torch_func(inputs) or cls is CheckpointFunction:  # jax differentiates what that one runs
+        return forward(*args, **kwargs)
+    if _wrapped(cls, inputs):
         return forward(*args, **kwargs)
     before = _before(inputs)
     recorded = any(a.requires_grad for _, a, _ in before)

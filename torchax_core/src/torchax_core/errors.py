@@ -10,6 +10,7 @@ __all__ = [
     "AccuracyError",
     "AccuracyWarning",
     "CheckpointError",
+    "CollectiveError",
     "ConfigError",
     "ConversionError",
     "DataDependentError",
@@ -54,6 +55,10 @@ class SignatureError(TorchaxError, TypeError):
 
 class LoweringMismatchError(TorchaxError, RuntimeError):
     """A lowering returned another number or shape of results than torch's op does. Names the pack."""
+
+
+class CollectiveError(TorchaxError, RuntimeError):
+    """A collective that cannot run here: its group is no mesh axis in scope, its members disagree, or JAX has no such thing."""
 
 
 class ShapeError(TorchaxError, RuntimeError):

@@ -28,6 +28,7 @@ from torchax_core.dtypes import torch_dtype
 from torchax_core.environment import current_env
 from torchax_core.errors import DataDependentError, OperatorNotFound
 from torchax_core.graph_run import run_named
+from torchax_core.spanning import axis_env, span_of
 from torchax_core.tensor import DEVICE, Aval, Tensor, active, make_tensor, share_tensor
 from torchax_core.trace import Trace, promote_placeholders
 from torchax_core.view import View, make_view
@@ -147,7 +148,7 @@ class _Program:
                 active.trace, active.kernels = before
                 trace.restore()
 
-        jaxpr = jax.make_jaxpr(traced)(random.key, np.uint32(0), *self._arrays(inputs))
+        jaxpr = jax.make_jaxpr(traced, axis_env=axis_env())(random.key, np.uint32(0), *self._arrays(inputs))
         trace = self.trace
         del self.trace
         self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
@@ -163,7 +164,11 @@ class _Program:
         run = jec.jaxpr_as_fun(self.jaxpr)
         run.__name__ = f"compiled_{owner.name}"
         numbers_given = [2 + i for i, place in enumerate(self.places) if place in self.donated]
-        self.compiled = jax.jit(run, donate_argnums=numbers_given)
+        span = span_of(owner.name, self.jaxpr, trace.groups)
+        if span is None:
+            self.compiled = jax.jit(run, donate_argnums=numbers_given)
+        else:
+            self.compiled = span.compile(run, tuple(numbers_given), self.jaxpr)
         if log.recompiles:
             log.logger.info("torch.compile %s: traced (%.2f s)", owner.name, time.perf_counter() - start)
 

@@ -28,6 +28,7 @@ from torchax_core.bridge import lay_out
 from torchax_core.carriers import Carriers
 from torchax_core.convert import is_traced
 from torchax_core.customs import tracing_functions
+from torchax_core.errors import CollectiveError
 from torchax_core.gradients import Gradients
 from torchax_core.guards import Guards
 from torchax_core.optimizers import tracing_optimizers
@@ -36,6 +37,7 @@ from torchax_core.rebinding import Output, Rebinding
 from torchax_core.scaling import tracing_scalers
 from torchax_core.scopes import naming_modules
 from torchax_core.shardings import resolve, spread_prefix
+from torchax_core.spanning import axis_env, span_of
 from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor, write_all
 from torchax_core.trace import Trace, get_grad, promote_placeholders, watching_grads
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
@@ -150,10 +152,16 @@ class Program:
         def traced(key: Any, count: Any, *tracers: Any) -> list[Any]:
             return self._run_function(leaves, key, count, tracers)
 
-        jaxpr = jax.make_jaxpr(traced)(random.key, np.uint32(random.count & 0xFFFF_FFFF), *arrays)
+        jaxpr = jax.make_jaxpr(traced, axis_env=axis_env())(random.key, np.uint32(random.count & 0xFFFF_FFFF), *arrays)
         trace = self.trace
         self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
+        self.span = span_of(self.owner.name, self.jaxpr, trace.groups)
         self.draws = trace.draws
+        if self.wants_grad and trace.torch_only:
+            raise CollectiveError(
+                f"jit({self.owner.name}): its results want gradients, and it calls {', '.join(sorted(trace.torch_only))}, whose "
+                "gradients torch knows and jax does not. Call `backward` inside, or the function under torch.no_grad()."
+            )
         self.gradients_matter = self.gradients_matter or self.wants_grad
         self.guards = Guards(
             self._tensors,
@@ -396,10 +404,11 @@ class Program:
         self.ordered = [self.captured[i] for kind, i in self.input_order if kind == "store"]
         run = jec.jaxpr_as_fun(self.jaxpr)
         if self.wants_grad:
-            self.differentiable = DifferentiableProgram(run)
+            self.differentiable = DifferentiableProgram(run, compile=None if self.span is None else self.span.compile)
         for program in known:
             if (
                 program.donated == self.donated
+                and program.span == self.span
                 and program.jaxpr.in_avals == self.jaxpr.in_avals
                 and program.text == self.text
                 and _equal(program.jaxpr.consts, self.jaxpr.consts)
@@ -408,7 +417,7 @@ class Program:
                 return True
         numbers = tuple(first + i for i, give in enumerate(self.donated) if give)
         run.__name__ = self.owner.module_name
-        self.compiled = Placed(run, numbers)
+        self.compiled = Placed(run, numbers) if self.span is None else self.span.compile(run, numbers, self.jaxpr)
         return False
 
     @functools.cached_property

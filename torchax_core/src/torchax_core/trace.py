@@ -155,6 +155,8 @@ class Trace:
         self.host_inputs: list[tuple[Callable[[], Any], Any]] = []
         self.guards: list[tuple[str, Callable[[], Any], Any]] = []
         self.cleanups: list[Callable[[], None]] = []
+        self.groups: set[Any] = set()  # of processes that collectives were traced among (spanning.py)
+        self.torch_only: set[str] = set()  # calls that torch differentiates otherwise than jax would
         self.backward_ran = False
         self.gradients_matter = False  # whether what is computed may depend on what requires gradients
         self.draws = 0

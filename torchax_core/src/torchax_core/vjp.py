@@ -97,13 +97,21 @@ class DifferentiableProgram:
     fn:   arrays -> tuple of arrays.
     jit:  compile; False runs `fn` as plain Python each time (a user's function with effects of its own).
     wrap: makes the Tensor of each result.
+    compile: instead of jax.jit, for a function that runs in no other way.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, jit: bool = True, wrap: Callable[[int, Any], Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        *,
+        jit: bool = True,
+        wrap: Callable[[int, Any], Any] | None = None,
+        compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         self.fn = fn
         self.jit = jit
+        self.compile = compile
+        self.alone = fn if compile is None else compile(fn)  # with no gradients
         self.x64 = jit or bool(jax.config.jax_enable_x64)
         self.wrap = wrap or (lambda index, array: wrap_array(array))
         self._made: dict[tuple[int, ...], tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -128,7 +136,9 @@ class DifferentiableProgram:
                 with _x64(self):
                     return tuple(map(_conjugate, pullback(tuple(map(_conjugate, cotangents)))))
 
-            if self.jit:
+            if self.compile is not None:
+                pair = self.compile(forward), self.compile(backward)
+            elif self.jit:
                 pair = jax.jit(forward, inline=True), jax.jit(backward, inline=True)
             else:
                 pair = forward, backward
@@ -167,7 +177,7 @@ class DifferentiableProgram:
 
     def _derived(self, fn: Callable[..., Any]) -> DifferentiableProgram:
         """A program made of this one, which runs as this one does."""
-        program = DifferentiableProgram(fn, jit=self.jit)
+        program = DifferentiableProgram(fn, jit=self.jit, compile=self.compile)
         program.x64 = self.x64
         return program
 
@@ -280,6 +290,6 @@ def differentiable_call(program: DifferentiableProgram, operands: Sequence[Any])
     )
     if not wanted:
         with _x64(program):
-            results = program.fn(*arrays)
+            results = program.alone(*arrays)
         return _noted(tuple(program.wrap(i, r) for i, r in enumerate(results)))
     return _Call.apply(program, arrays, wanted, *[operands[i] for i in wanted])  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from torchax_core import spanning
 from torchax_ops_c10d import members, p2p, reducer
 from torchax_ops_c10d.groups import CollectiveError, backend_of, unboxed
 
@@ -76,6 +77,7 @@ def _members(options: Any) -> members.Members | None:
             f"{len(processes) - 1} are the processes {processes}, of {jax.process_count()}."
         )
     devices = [min(jax.local_devices(p), key=lambda d: d.id) for p in processes]
+    spanning.register(spanning.Group(devices, options.group_rank, options.store))
     return members.ProcessMembers(devices, options.group_rank)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from torchax_core.errors import ShapeError
 from torchax_core.interop import jax_view, torch_view
+from torchax_core.tensor import active
 from torchax_ops_c10d import spmd
 from torchax_ops_c10d.groups import CollectiveError
 from torchax_ops_c10d.members import Members, wide
@@ -55,6 +56,8 @@ def write(tensor: torch.Tensor, array: jax.Array) -> None:
             f"a collective's result has {array.size} elements, but the tensor to write it to has {tensor.numel()}, in the shape "
             f"{tuple(tensor.shape)}."
         )
+    if active.trace is not None and tensor.requires_grad:
+        active.trace.torch_only.add("a collective that writes to a tensor with gradients")
     with torch.no_grad():
         tensor.copy_(tensor_of(array, tensor.shape))
 
@@ -258,13 +261,18 @@ def _exchange(op: str, members: Members, array: jax.Array, sizes: Sequence[int],
 
     No member knows what the others send to each other, and all must run one program: they first agree on the longest part.
     """
-    received, longest = members.run(_agree, jnp.asarray(np.array(sizes, np.int32)))
-    if received.tolist() != list(expected):
+    if members.traced:
+        told = members.tell(sizes)
+        received, longest = [each[members.rank] for each in told], max(map(max, told))  # type: ignore[index]
+    else:
+        found, most = members.run(_agree, jnp.asarray(np.array(sizes, np.int32)))
+        received, longest = found.tolist(), int(most[0])
+    if received != list(expected):
         raise ShapeError(
-            f"{op}: this rank, {members.rank}, expects {list(expected)} from the members, but they send {received.tolist()}. "
+            f"{op}: this rank, {members.rank}, expects {list(expected)} from the members, but they send {received}. "
             "One's output_split_sizes must be what the others' input_split_sizes say."
         )
-    length = 1 << (int(longest[0]) - 1).bit_length() if longest[0] else 0  # few lengths, and so few programs
+    length = 1 << (longest - 1).bit_length() if longest else 0  # few lengths, and so few programs
     starts = np.cumsum([0, *sizes[:-1]])
     parts = _rows(array, starts[:, None] + np.arange(length))
     joined = members.run(spmd.exchange, parts).reshape(members.size * length, *array.shape[1:])

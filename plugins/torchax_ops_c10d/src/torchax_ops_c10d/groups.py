@@ -12,17 +12,13 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core.errors import TorchaxError
+from torchax_core.errors import CollectiveError
 from torchax_ops_c10d.spmd import Axis
 
 __all__ = ["Axis", "CollectiveError", "axis_of", "backend_of", "map_group", "name_of", "registered", "unboxed"]
 
 _axes: dict[str, Axis] = {}
 _lock = threading.Lock()
-
-
-class CollectiveError(TorchaxError, RuntimeError):
-    """A collective that cannot run here: its group is no mesh axis in scope, or it asks for what JAX has not."""
 
 
 def map_group(group: Any, axis: Axis) -> None:

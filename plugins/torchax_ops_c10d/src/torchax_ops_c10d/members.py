@@ -6,14 +6,16 @@ members.run(f, x, ...)   runs one of spmd.py's functions among them, on this mem
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from torchax_core import spanning
+from torchax_core.tensor import active
 from torchax_ops_c10d import groups
 from torchax_ops_c10d.groups import CollectiveError
 from torchax_ops_c10d.spmd import Axis
@@ -27,17 +29,20 @@ def wide() -> Any:
     return jax.enable_x64(True)
 
 
-_one_by_one = threading.Lock()
-_under_way: list[Any] = []
-"""What the collective that this process has begun last gives. XLA on CPU runs programs that do not need one another's results at
-the same time, and each process chooses its own order: the messages of two collectives could be taken for one another's."""
-
-
 class Members:
     """The members of a group. size: how many; rank: which of them this is, None where each runs the same program."""
 
     size: int = 1
     rank: int | None = 0
+
+    @property
+    def traced(self) -> bool:
+        """Whether what they run becomes part of a jitted function, where arrays have no values yet."""
+        return self.rank is None
+
+    def tell(self, values: Sequence[int]) -> list[list[int]]:
+        """What each process tells the others while a jitted function is traced."""
+        raise NotImplementedError
 
     def run(self, function: Callable[..., Any], arrays: Any, **static: Any) -> Any:
         """`function(arrays, axis=..., **static)` on every member.
@@ -78,37 +83,53 @@ class ProcessMembers(Members):
     def __init__(self, devices: list[Any], rank: int) -> None:
         self.size = len(devices)
         self.rank = rank
+        self.devices = tuple(devices)
         self.device = devices[rank]
         self._sharding = NamedSharding(Mesh(np.array(devices), ("members",)), PartitionSpec("members"))
         self._programs: dict[Any, Callable[..., Any]] = {}
 
+    @property
+    def traced(self) -> bool:
+        return active.trace is not None
+
+    def tell(self, values: Sequence[int]) -> list[list[int]]:
+        return [json.loads(said) for said in spanning.group_of(self.devices).tell(json.dumps([*values]))]
+
     def run(self, function: Callable[..., Any], arrays: Any, **static: Any) -> Any:
+        if active.trace is not None:
+            with wide():
+                return spanning.join(
+                    self.devices,
+                    function.__name__,
+                    lambda arrays, axes: function(arrays, axis=axes, **static),
+                    arrays,
+                )
         key = (function, *sorted(static.items()))
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._program(function, static)
-        with wide(), _one_by_one:
-            if self.device.platform == "cpu":
-                jax.block_until_ready(_under_way)
-            results = jax.tree.map(lambda array: array.addressable_data(0), program(jax.tree.map(self._whole, arrays)))
-            _under_way[:] = jax.tree.leaves(results)
-        return results
+        with wide():
+            whole = jax.tree.map(self._whole, arrays)
+            results = spanning.in_turn(self.device, lambda: program(whole))
+            return jax.tree.map(lambda array: array.addressable_data(0), results)
 
     def _program(self, function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
         def member(arrays: Any) -> Any:
             results = function(arrays, axis="members", **static)
-            return jax.tree.map(lambda x: x.reshape(1) if x.ndim == 0 else x, results)
+            return jax.tree.map(lambda x: x.reshape(1) if x.ndim == 0 else x, results), spanning.end()
 
         mesh, spec = self._sharding.mesh, self._sharding.spec
-        return jax.jit(jax.shard_map(member, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        return jax.jit(
+            jax.shard_map(member, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec()), check_vma=False)
+        )
 
     def _whole(self, array: Any) -> jax.Array:
         """This member's array as its shard of one that all processes hold together."""
         if isinstance(array, jax.core.Tracer):
             raise CollectiveError(
-                "a collective between processes cannot be part of a compiled program, which is this process's own. Call it "
-                "between jitted functions, or run one program over all processes' devices: jax.shard_map over a mesh of "
-                "jax.devices(), and torchax_ops_c10d.map_group."
+                "a collective between processes cannot be part of a program of jax's own jit, grad or vmap, which is this "
+                "process's own. Use torchax_core.jit, call it outside, or run one program over all processes' devices: "
+                "jax.shard_map over a mesh of jax.devices(), and torchax_ops_c10d.map_group."
             )
         if not array.is_fully_addressable:
             raise CollectiveError(

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import ReduceOp, Work
 
 from torchax_core import OpSet
+from torchax_core.tensor import active
 from torchax_ops_c10d import eager, p2p
 from torchax_ops_c10d.backend import factor_of
 from torchax_ops_c10d.groups import CollectiveError, unboxed
@@ -249,7 +250,9 @@ def barrier(tensor, process_group, device_ids, async_op=True, timeout=-1):
 
         from torchax_ops_c10d import spmd
 
-        members.run(spmd.reduce, jnp.zeros(1, jnp.int32), reduction="sum").block_until_ready()
+        done_by_all = members.run(spmd.reduce, jnp.zeros(1, jnp.int32), reduction="sum")
+        if active.trace is None:  # a jitted function waits for the others where it sends
+            done_by_all.block_until_ready()
     return done([tensor])
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchax_core.tensor import active
 from torchax_ops_c10d import eager, groups, spmd
 from torchax_ops_c10d.groups import CollectiveError
 from torchax_ops_c10d.members import Members, members_of
@@ -143,6 +144,11 @@ def _host(op: str, group: Any) -> Any:
     gloo = _hosts.get(groups.name_of(group))
     if gloo is None:
         raise point_to_point(op)
+    if active.trace is not None:
+        raise CollectiveError(
+            f"{op}: a message between two processes cannot be part of a jitted function, which all of them run as one program. "
+            "Use torchax_ops_c10d.permute_tensor, which says all pairs of sender and receiver at once, or send outside."
+        )
     return gloo
 
 

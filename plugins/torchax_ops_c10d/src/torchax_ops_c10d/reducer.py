@@ -9,6 +9,7 @@ Source: https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchax_core.tensor import active
 from torchax_ops_c10d import p2p
 from torchax_ops_c10d.members import has_processes
 
@@ -55,6 +57,12 @@ class Reducer(dist.Reducer):
         find_unused = kw.get("find_unused_parameters", args[2] if len(args) > 2 else False)
         if find_unused and self._process_group is not None:
             _let_hosts_talk(self._process_group)
+
+    def _rebuild_buckets(self) -> bool:
+        """Where a function is traced, too, the members tell each other now in what order gradients came."""
+        suspended = getattr(active.trace, "suspended", contextlib.nullcontext)
+        with suspended():
+            return bool(super()._rebuild_buckets())  # type: ignore[misc]
 
     def _set_static_graph(self) -> None:
         with _AccountOnHost():
