@@ -199,7 +199,7 @@ class _Walk:
     def _dict(self, value: dict[Any, Any], path: tuple[Any, ...], read: bool) -> None:
         if len(value) > _MOST_ITEMS:
             return
-        for key, item in value.items():
+        for key, item in list(value.items()):  # other threads may change it
             self._place(DICT, value, key, path, item, read)
         own = id(value) in self.changed or any(isinstance(item, torch.Tensor) for item in value.values())
         if read and not own:  # else rebinding.py has it
