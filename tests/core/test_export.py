@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim, export
+from typer.testing import CliRunner
 
 import torchax_core
+from torchax_core.cli import app
 from torchax_core.errors import ConversionError
 from torchax_core.export import (
     exported_program_to_jax,
@@ -368,8 +370,13 @@ def test_command_writes_what_load_reads(tmp_path) -> None:
         ("factories", "MODULE:FACTORY"),
     ],
 )
-def test_command_says_what_is_wrong(tmp_path, name: str, says: str) -> None:
-    ran = command(tmp_path, name, "--out", "m.zip")
-    assert ran.returncode == 2
-    assert says in ran.stderr
+def test_command_says_what_is_wrong(tmp_path, monkeypatch, name: str, says: str) -> None:
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "factories", raising=False)
+    ran = CliRunner().invoke(app, ["export", name, "--out", "m.zip"], env={"COLUMNS": "200"})
+    monkeypatch.delitem(sys.modules, "factories", raising=False)
+    assert ran.exit_code == 2
+    assert says in ran.output
     assert not (tmp_path / "m.zip").exists()
