@@ -405,6 +405,80 @@ def test_a_function_has_one_chain_under_all_its_names():
         assert F.max_pool2d(x, 2).tolist() == [[[1.0]]]
 
 
+@pytest.mark.parametrize(
+    "call, names",
+    [
+        (lambda x: torch.max_pool2d(x, 2), [torch.max_pool2d, "torch.max_pool2d", "aten::max_pool2d"]),
+        (lambda x: x.exp(), ["torch.Tensor.exp", "aten::exp", torch.exp, "torch.exp", torch.ops.aten.exp.default]),
+        (lambda x: x + 1, [torch.Tensor.__add__, "torch.add", "aten::add.Tensor", "aten::add"]),
+        (lambda x: x.split(1), [torch.Tensor.split, "torch.Tensor.split"]),
+    ],
+)
+def test_a_function_that_is_an_op_has_one_chain_under_all_its_names(call, names):
+    x = torch.ones(1, 2, 2, device="jax")
+    with contextlib.ExitStack() as stack:
+        for i, name in enumerate(names):
+            result = torch.full((1,), float(i), device="jax")
+            stack.enter_context(ENV.override_op_definition(name, lambda *args, result=result, **kwargs: result))
+            assert call(x).tolist() == [i], "the newest runs, by whichever name it was given"
+            assert torchax_core.jit(call)(x).tolist() == [i]
+            for known in names[: i + 1]:
+                assert [s.level for s in ENV.explain(known).chain].count("override") == i + 1
+    assert ENV.explain(names[0]).chain[:1] == () or ENV.explain(names[0]).source.level != "override"
+
+
+@pytest.mark.parametrize("op", ["torch.Tensor", "torch.float32", "torch.Tensor.nothing"])
+def test_what_is_no_function_is_refused(op):
+    with pytest.raises(OpNameError, match="torch has no op"):
+        ENV.override_op_definition(op, lambda *args: None)
+
+
+def test_undone_in_any_order_by_several_threads_in_compiled_functions():
+    x, failed, one_by_one = torch.zeros(2, device="jax"), [], threading.Lock()
+
+    def call(x):
+        return torch.exp(x) * 1
+
+    def work(environment):
+        compiled = torchax_core.jit(call)
+        with one_by_one:  # torch.compile is not for several threads at a time
+            graph = torch.compile(call, backend="torchax", dynamic=False)
+        for order in list(itertools.permutations(range(3)))[:: 1 if environment is ENV else 3]:
+            impls = (
+                lambda self: torch.exp(self) * 2,
+                lambda self: 3 * jnp.exp(self),
+                lambda self: torch.exp(self) + 10,
+            )
+            handles = [
+                environment.override_op_definition(op, impl, is_jax_function=at == 1)
+                for at, (op, impl) in enumerate(zip(("aten::exp", torch.exp, "torch.exp"), impls, strict=True))
+            ]
+            left = {0, 1, 2}
+            for at in (*order, None):
+                wanted = 3.0 if 1 in left else 2.0 if 0 in left else 1.0
+                wanted = [wanted + 10 if 2 in left else wanted] * 2
+                with one_by_one:
+                    found = [graph(x).tolist()]
+                found += [call(x).tolist(), compiled(x).tolist(), torch.func.vmap(call)(x).tolist()]
+                if found != [wanted] * 4:
+                    failed.append((order, left, found, wanted))
+                if at is not None:
+                    handles[at].undo()
+                    left.remove(at)
+
+    def in_another(environment):
+        with environment:
+            work(environment)
+
+    threads = [threading.Thread(target=in_another, args=(Environment(),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    work(ENV)
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_float64_stays_exact(target):
     call, op, impl, derivative = TARGETS[target]

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -66,6 +67,9 @@ class Explanation:
         return "\n".join(lines)
 
 
+_numbers = itertools.count()
+
+
 class Override:
     """A definition put in force at run time. `undo()` takes it back; as a context manager it does so at the end."""
 
@@ -73,6 +77,9 @@ class Override:
         self._owner = owner
         self.definition = definition
         self.active = True
+        self.number = next(
+            _numbers
+        )  # of two overrides that concern an op, by its name or all its overloads', which is newer
         self.watched: list[Any] = []  # composite ops, for torch.func
         self.running = threading.local()  # `now`: what it calls goes past it
 
@@ -119,8 +126,8 @@ class _Overrides:
 
     def of(self, name: str) -> list[Override]:
         """Overrides for an op's full name, or for all overloads of its base name, the newest first."""
-        found = list(self.by_op.get(name.partition(".")[0] + ".*", ())) + list(self.by_op.get(name, ()))
-        return found[::-1]
+        found = [*self.by_op.get(name.partition(".")[0] + ".*", ()), *self.by_op.get(name, ())]
+        return sorted(found, key=lambda override: -override.number)
 
 
 class Environment(contextlib.ContextDecorator):
@@ -268,8 +275,9 @@ class Environment(contextlib.ContextDecorator):
     ) -> Override:
         """Let `impl` run `op`, in this environment, from now on (functions compiled by torchax_core.jit included).
 
-        op:    "aten::exp", "aten::add.Tensor", a torch.ops object, or a torch function (or its dotted name). A name
-               without overload means every overload of the op.
+        op:    "aten::exp", "aten::add.Tensor", a torch.ops object, or a torch function (or its dotted name). A function that is
+               one op, as torch.exp is, means that op with all its overloads; "aten::max" the overload of that very name; a
+               name that no overload has, "aten::add", all of them.
         impl:  with is_jax_function, a pure JAX function with the op's parameters, differentiable by jax.vjp where torch
                decomposes the op itself; else torch code. NotImplemented declines, and the next definition is asked.
                Tensors arrive as arrays, Scalars as traced 0-d arrays; floats (dropout_p, eps), ints and bools as values.
@@ -454,7 +462,7 @@ def _override_name(op: Any) -> tuple[str, Any]:
     func = resolve_op(op)
     if func is None:
         function = functions.find_function(op) if isinstance(op, str) else op
-        if not callable(function):
+        if not callable(function) or inspect.isclass(function):
             raise OpNameError(unknown_op(op))
         name = functions.function_name(function)
         if not functions.asks_tensors(function) or functions.find_function(name) is None:
@@ -484,7 +492,8 @@ def resolve_op(op: Any) -> Any:
         return op
     if isinstance(op, str):
         if "::" not in op:
-            return None
+            function = functions.find_function(op)  # "torch.exp" is what torch.exp is
+            return None if function is None or isinstance(function, str) else resolve_op(function)
         namespace, _, rest = op.partition("::")
         base, _, overload = rest.partition(".")
         packet = getattr(getattr(torch.ops, namespace), base, None)
@@ -495,11 +504,23 @@ def resolve_op(op: Any) -> Any:
             if found is None:
                 raise OpNameError(unknown_op(op))
             return found
-        return packet.default if "default" in packet.overloads() else packet
+        return packet.default if "default" in packet.overloads() and _dispatched(packet.default) else packet
     if inspect.isbuiltin(op) or type(op).__name__ in ("method_descriptor", "builtin_function_or_method"):
         # torch.exp and torch.Tensor.exp are one aten op, and both should follow the override
-        return getattr(torch.ops.aten, op.__name__, None)
+        found = getattr(torch.ops.aten, op.__name__, None)
+        return found or getattr(
+            torch.ops.aten, op.__name__.strip("_"), None
+        )  # __add__ is add, __and__ an op of that name
     return getattr(op, "_opoverload", None)  # torch.library.custom_op
+
+
+def _dispatched(func: Any) -> bool:
+    """Whether tensors reach the overload. TorchScript has some of its own: aten::add without a name adds two numbers."""
+    try:
+        torch._C._dispatch_has_kernel_for_dispatch_key(op_name(func), "CompositeImplicitAutograd")
+    except RuntimeError:
+        return False
+    return True
 
 
 def unknown_op(op: Any) -> str:

@@ -34,12 +34,16 @@ _running = _Running()
 
 
 def find_function(name: str) -> Any:
-    """The torch function of a dotted name ("torch.nn.functional.interpolate"); None if there is none."""
+    """The torch function, or method, of a dotted name ("torch.nn.functional.interpolate", "torch.Tensor.split"); None if there is
+    none."""
     module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), attribute, None) if module else None
-    except ImportError:
+    if not module:
         return None
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
+    except ImportError:
+        owner = find_function(module)
+        return getattr(owner, attribute, None) if inspect.isclass(owner) else None
 
 
 def function_name(function: Any) -> str:
