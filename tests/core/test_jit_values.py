@@ -89,6 +89,7 @@ IN_A_BOX: dict[str, tuple[Any, Any, Callable[[torch.Tensor, Any], torch.Tensor]]
     "object": (Box(s=2.0), Box(s=3.0), lambda x, v: x * v.s),
     "function": (F.relu, F.gelu, lambda x, v: v(x)),
     "torch function": (torch.sin, torch.cos, lambda x, v: v(x)),
+    "class": (nn.Tanh, nn.ReLU, lambda x, v: v()(x - 1)),
     "lambda": (lambda x: x * 2, lambda x: x * 3, lambda x, v: v(x)),
     "closure": (functools.partial(operator.mul, 2), functools.partial(operator.mul, 3), lambda x, v: v(x)),
 }
@@ -283,6 +284,47 @@ def setting_of_an_optimizer() -> Case:
     return lambda x: x * optimizer.param_groups[0]["lr"], lambda: optimizer.param_groups[0].update(lr=0.5)
 
 
+def layers_that_are_only_looked_at() -> Case:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x, self.dropout.p)
+
+    net = Net()
+    return net, _set(net.dropout, p=1.0)
+
+
+def mode_of_a_module_that_is_not_called() -> Case:
+    class Net(nn.Module):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if self.training else x
+
+    net = Net()
+    return net.encode, net.eval
+
+
+def attribute_of_a_derived_class() -> Case:
+    class Base:
+        factor = 2
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    class Derived(Base):
+        pass
+
+    held = Derived()
+    return lambda x: held.scaled(x), _set(Derived, factor=3)
+
+
+def beside_a_tensor() -> Case:
+    box = Box(pair=(torch.ones(3, device="jax"), 2.0))
+    return lambda x: x * box.pair[0] * box.pair[1], lambda: setattr(box, "pair", (box.pair[0], 3.0))
+
+
 # -- hooks -----------------------------------------------------------------------------------------
 
 
@@ -339,6 +381,12 @@ PLACES = [
     *(closure, global_in_forward, global_in_a_helper, helper_replaced, in_another_module, defaults, context),
     *(attribute_of_a_function, attribute_of_a_class, hidden_by_the_object, method_replaced, forward_of_a_class),
     *(forward_of_a_layer, settings_of_torchs_layers, string_of_a_layer, sizes_of_a_pool, list_of_a_module),
+    *(
+        layers_that_are_only_looked_at,
+        mode_of_a_module_that_is_not_called,
+        attribute_of_a_derived_class,
+        beside_a_tensor,
+    ),
     *(layers_swapped, setting_of_an_optimizer, hook_added, hook_removed, hook_swapped, number_in_a_hook),
     *(hook_of_a_tensor, hook_after_accumulation),
 ]

@@ -122,9 +122,8 @@ class _Walk:
             self._elsewhere(value, name)
         plain = value.__class__ in PLAIN
         if read or (plain and kind == DICT and key.__class__ is str and key[:1] != "_"):
-            if isinstance(value, types.ModuleType) or (isinstance(value, type) and is_library(value.__module__)):
-                if is_library(getattr(value, "__name__", "")) or isinstance(value, type):
-                    return
+            if isinstance(value, types.ModuleType) and is_library(value.__name__):
+                return
             self.found.values[name] = (_token(value), read)
             if kind != "item" and not (kind == DICT and value is ABSENT):  # which would make it one more
                 self.found.rows.append(Row(name, kind, container, key, value))
@@ -238,11 +237,14 @@ class _Walk:
         kind: Any = type(module)
         ran, users = id(module) in self.ran, not kind.__module__.startswith("torch.")
         for name, item in list(attributes.items()):
-            if name in _INSIDE:
-                continue
             read = self.names.reads(name, item)
-            if users or (ran and (item.__class__ in _VALUES or isinstance(item, tuple))):
-                if users or read or item.__class__ is float or item.__class__ is bool:
+            if name in _INSIDE:  # a module that ran has a guard for that (guards.py)
+                if name == "training" and read and not ran:
+                    self._place(DICT, attributes, name, path, item, True)
+            elif users:
+                self._place(DICT, attributes, name, path, item, read)
+            elif item.__class__ in _VALUES or isinstance(item, tuple):  # settings of torch's layers
+                if read or (ran and item.__class__ in (float, bool)):
                     self._place(DICT, attributes, name, path, item, read)
         members = attributes["_modules"]
         if not ran:
@@ -262,6 +264,9 @@ class _Walk:
                 self._seen[id(kind)] = kind
                 self._place(CLASS, vars(kind), "forward", (kind.__qualname__,), vars(kind).get("forward", ABSENT), True)
         if users:
+            forward = code_of(getattr(kind, "forward", None))
+            if forward is not None:
+                self.names.add(*forward)
             self._instance(module, attributes, path)
 
     def _object(self, value: Any, path: tuple[Any, ...]) -> None:
@@ -297,18 +302,19 @@ class _Walk:
         if not _is_followed(kind):
             return
         wanted = self.names.loads | self.names.calls
-        for base in kind.__mro__:
-            if not _is_followed(base):
-                continue
-            own = vars(base)
-            for name in sorted(wanted & own.keys()):
-                item = own[name]
+        bases = [base for base in kind.__mro__ if _is_followed(base)]
+        inherited = {name for base in bases for name in wanted & vars(base).keys()}
+        for base in bases:
+            own, where = vars(base), (base.__module__, base.__qualname__)
+            for name in sorted(inherited):  # ABSENT where one could be put before the one that is found now
+                item = own.get(name, ABSENT)
                 if isinstance(item, (types.MemberDescriptorType, types.GetSetDescriptorType)):
                     continue
+                self._place(CLASS, own, name, where, item, True)
                 code = code_of(item)
                 if code is not None:
                     self.names.add(*code)
-                self._place(CLASS, own, name, (base.__module__, base.__qualname__), item, True)
+            inherited -= own.keys()
             for name, item in own.items():  # what Python calls of itself
                 if name[:2] == "__" == name[-2:] and name not in _UNINTERESTING:
                     code = code_of(item)
@@ -358,7 +364,9 @@ def _token(value: Any) -> Any:
     looked_into = (dict, list, tuple, set, collections.deque, types.MethodType, functools.partial, torch.nn.Module)
     if isinstance(value, looked_into) or (isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES):
         return value.__class__
-    if not isinstance(value, (type, torch.Tensor, jax.Array)) and (_opens(value.__class__) or hasattr(value, "__wrapped__")):
+    if not isinstance(value, (type, torch.Tensor, jax.Array)) and (
+        _opens(value.__class__) or hasattr(value, "__wrapped__")
+    ):
         return value.__class__
     return referred(value)
 
