@@ -115,7 +115,7 @@ class _Walk:
         """A place and what it holds; the row of items of tuples is that of the tuple."""
         if isinstance(value, (Tensor, jax.core.Tracer)) or (id(container), key) in self.rebound:
             return
-        name = (*path, key)
+        name = (*path, _plain_key(key))
         if isinstance(value, torch.Tensor):
             if not read:
                 return
@@ -202,8 +202,9 @@ class _Walk:
             self._place(DICT, value, key, path, item, read)
         own = id(value) in self.changed or any(isinstance(item, torch.Tensor) for item in value.values())
         if read and not own:  # else rebinding.py has it
-            self.found.dicts.append(value)
-            self.found.values[*path, "its keys"] = (tuple(map(repr, value)), True)
+            # objects for keys are counted only: it may take long to compare them, or be an op
+            (self.found.dicts if _VALUES.issuperset(map(type, value)) else self.found.lists).append(value)
+            self.found.values[*path, "its keys"] = (tuple(map(_plain_key, value)), True)
 
     def _list(self, value: Any, path: tuple[Any, ...], read: bool) -> None:
         if len(value) > _MOST_ITEMS:
@@ -330,6 +331,11 @@ _UNINTERESTING = frozenset({"__init__", "__new__", "__init_subclass__", "__repr_
 
 def _is_member(module: torch.nn.Module, name: str) -> bool:
     return name in module._parameters or name in module._buffers or name in module._modules
+
+
+def _plain_key(key: Any) -> Any:
+    """A key of a dict, or the identity of an object that is one, which a name is not to keep alive."""
+    return key if key.__class__ in _VALUES else (type(key).__name__, id(key))
 
 
 @functools.cache
