@@ -1,6 +1,7 @@
 """torch.distributions on the device against CPU torch: every distribution's samples by their support, mean and gradients; its
 densities, their gradients and what else it can say; divergences."""
 
+import jax
 import pytest
 import torch
 from torch import distributions as D
@@ -8,6 +9,14 @@ from torch import distributions as D
 NUMBER = 2000  # samples, for the mean to be known to some hundredths
 COVARIANCE = [[2.0, 0.5], [0.5, 1.0]]
 PAIR, ROWS = [0.2, 0.7], [[0.2, 0.7, 0.1], [1.0, 2.0, 3.0]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_quickly():
+    """A few hundred small programs are compiled here, each for one call: most of the time would be XLA's optimizations."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def mixture(logits, loc, scale):
