@@ -525,7 +525,7 @@ class Program:
         """The program lowered for these arguments, not run."""
         compiled = self._laid_out(leaves)
         with jax.enable_x64(True):
-            return compiled.lower(*self._inputs(leaves))
+            return compiled.lower(*self._inputs(leaves, runs=False))
 
     def _laid_out(self, leaves: list[Any]) -> Any:
         """The program whose outputs lie on the devices as what they replace does now: state, arguments, gradients."""
@@ -561,7 +561,7 @@ class Program:
         found.update({at: place for place, at, _ in self.argument_grads})
         return found
 
-    def _inputs(self, leaves: list[Any]) -> list[Any]:
+    def _inputs(self, leaves: list[Any], *, runs: bool = True) -> list[Any]:
         random = self.environment.random
         inputs: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
         if self.plain_arguments:
@@ -577,8 +577,9 @@ class Program:
                     store.array = constrain(store.array, self.shardings[i])
         state: list[Any] = [*map(_ARRAY, self.ordered)]
         for at, (kind, i) in enumerate(self.input_order if self.hosts else ()):
-            if kind == "host":
-                state.insert(at, self.hosts[i]())
+            if kind == "host":  # a generator would move on
+                aval = self.jaxpr.in_avals[len(inputs) + at]
+                state.insert(at, self.hosts[i]() if runs else jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         if self.donates:
             # the storage's reference, the list's, getrefcount's argument; any more, and it is needed elsewhere
             counts = [*map(sys.getrefcount, state)]
