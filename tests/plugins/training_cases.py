@@ -142,6 +142,8 @@ def in_jit(x: torch.Tensor, n: int) -> Tensors:
         x, y = x * (rank + 1), x.clone()
         dist.all_reduce(y)
         parts = wait(funcol.all_gather_tensor(x + y, 0, mesh["fast"]))
+        counts = wait(funcol.all_reduce((x > 1).int(), "sum", mesh["fast"]))
+        parts = parts + (counts.sum() if rank else 1)
         unused = wait(funcol.all_reduce(parts, "max", mesh["fast"]))
         parts = (unused if rank else parts) + wait(funcol.all_reduce(parts, "sum", mesh["slow"]))
         return wait(funcol.reduce_scatter_tensor(parts, "sum", 0, mesh["fast"]))
