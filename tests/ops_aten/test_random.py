@@ -278,3 +278,10 @@ def test_standard_gamma_grad(dtype):
     actual = torch._standard_gamma_grad(alpha.to("jax"), draw.to("jax"))
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.cpu(), expected, rtol=2e-3, atol=1e-5)
+
+
+def test_bounds_are_looked_at_in_every_call():
+    x = torch.empty(11, device="jax").uniform_(1, 2)
+    with pytest.raises(RuntimeError, match="from"):
+        x.uniform_(3, 1)
+    assert ((x >= 1) & (x < 2)).all()

@@ -207,6 +207,9 @@ class LoweringKernel:
         self.accepted = self._accepted_names()
         self.func_indexes = self.schema.name.partition("::")[2].rstrip("_") in _CPU_INDICES
         self.depends_on = definition.depends_on
+        check = definition.value_check
+        # of Python numbers alone, which are no part of the signature but are here to be looked at
+        self.number_check = check if check is not None and not check.values else None
         self.lies_like_self = _lies_like_self(func)
         self.entries: dict[Any, _Entry] = {}
         self.calls: list[Callable[[Any, Any], Any]] = []  # of `forms`, in order
@@ -288,6 +291,8 @@ class LoweringKernel:
         if entry is None:
             entry = self._new_signature(args, kwargs or {}, arrays)
             self.entries[signature] = entry
+        elif self.number_check is not None:
+            check_values(self.func, self.number_check, self._bind(args, kwargs or {}))
         if entry.draws:
             arrays.extend(active.environment._random_arguments(generator))
         return entry, arrays

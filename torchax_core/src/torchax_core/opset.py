@@ -314,7 +314,8 @@ class OpSet:
         arguments by name and returns whether CPU torch may refuse them. If so, CPU torch is given the call, and its error
         raised.
 
-        values: the tensor arguments that come as numpy arrays. Others come as jax.ShapeDtypeStruct, the rest as it is.
+        values: the tensor arguments that come as numpy arrays; if there are none, each call is asked about. Others come as
+                jax.ShapeDtypeStruct, the rest as it is.
         Raises OpNameError if the set has no such op.
         """
         for op in ops:
