@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax_core import OpSet, opmath
-from torchax_ops_jtorch.blocks import block_length, over_queries, safe_softmax
+from torchax_ops_jtorch.blocks import block_length, masked_softmax, over_queries
 from torchax_ops_jtorch.precision import einsum
 
 __all__ = ["ops"]
@@ -57,7 +57,8 @@ def scaled_dot_product_attention(
             mask = mask[..., :keys]
             is_bool = mask.dtype == jnp.bool_
             logits = jnp.where(mask, logits, -jnp.inf) if is_bool else logits + mask.astype(logits.dtype)
-        weights = safe_softmax(logits)
+        # without a mask a row has a key at least, its first
+        weights = masked_softmax(logits, rows_may_be_empty=mask is not None or not keys)
         if dropout_p > 0:
             weights = _dropped(weights, dropout_p, jax.random.fold_in(random_key, first))
         # As the fused kernels do: half types multiply in half, and are summed in float32.

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["block_length", "over_queries", "safe_softmax"]
+__all__ = ["block_length", "masked_softmax", "over_queries"]
 
 _PARTS = 2
 """Into how many parts causal queries are cut, each of which looks no further than its own end: of n parts, (n - 1) / 2n of
@@ -89,9 +89,11 @@ def _unstacked(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
-def safe_softmax(logits: jax.Array) -> jax.Array:
-    """Softmax over the last axis in which a row of nothing but -inf gives zeros, where the formula gives NaN."""
-    lowest = jnp.finfo(logits.dtype).min  # not -inf, which taken from itself is NaN
+def masked_softmax(logits: jax.Array, *, rows_may_be_empty: bool = True) -> jax.Array:
+    """Softmax over the last axis in which a row of nothing but -inf, if there may be one, gives zeros, where the formula gives
+    NaN."""
+    lowest = jnp.finfo(logits.dtype).min if rows_may_be_empty else None  # not -inf, which taken from itself is NaN
     weights = jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=lowest)))
+    total = weights.sum(-1, keepdims=True)
     # a sum is at least 1, the largest one's, unless all are 0
-    return weights / jnp.maximum(weights.sum(-1, keepdims=True), 0.5)
+    return weights / (jnp.maximum(total, 0.5) if rows_may_be_empty else total)
