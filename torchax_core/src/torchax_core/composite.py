@@ -20,7 +20,7 @@ from torchax_core.overrides import Declined, DecliningKernel
 from torchax_core.registry import is_composite
 from torchax_core.tensor import Tensor, active, make_tensor, resolve_active
 from torchax_core.variants import find_op, op_name
-from torchax_core.view import View
+from torchax_core.view import View, read_views
 from torchax_core.vjp import DifferentiableProgram, differentiable_call, forward_ad_level, has_tangent
 from torchax_core.writing import WritingKernel
 
@@ -108,8 +108,11 @@ def keep_whole(func: Any, *, differentiable: bool = False) -> None:
                 return _run(kernel, ways, args, kwargs)
             trace.lift_all(args)
             trace.lift_all(kwargs.values())
-            args, kwargs = trace.cut_unwanted(args, kwargs)
-            result = _run(kernel, ways, args, kwargs)
+            result = trace.known.result(func, kernel, args, kwargs)
+            if result is MISS:
+                args, kwargs = trace.cut_unwanted(args, kwargs)
+                read_views(args)
+                result = _run(kernel, ways, args, kwargs)
             trace.note(result)
             return result
 

@@ -53,7 +53,7 @@ def run_kernel(func: Any, kernel: Any, args: Any, kwargs: Any, *, watched: bool)
     The autograd engine's own calls of detach, on gradients on their way, are not the user's.
     """
     if func is _detach and torch._C._current_autograd_node() is None and not _makes_parameter():
-        return _detached(args[0])
+        return _detached(args[0]) if _has_gradients(args[0]) else kernel(args, kwargs)
     if not watched or not func._schema.is_mutable or not in_no_grad():
         return kernel(args, kwargs)
     stores = {
@@ -95,8 +95,13 @@ def cut_unwanted(values: Any, captured: Callable[[Storage], bool]) -> Any:
     if values.__class__ in (list, tuple):
         return type(values)(cut_unwanted(value, captured) for value in values)
     if isinstance(values, Tensor) and not values.requires_grad and captured(values._store):
-        return _detached(values) if jnp.issubdtype(values._store.array.dtype, jnp.inexact) else values
+        return _detached(values) if _has_gradients(values) else values
     return values
+
+
+def _has_gradients(tensor: Tensor) -> bool:
+    """Whether there are gradients of such a tensor at all, to jax: of what its storage holds."""
+    return bool(jnp.issubdtype(tensor._store.array.dtype, jnp.inexact))
 
 
 def detach_in_place(tensor: Tensor) -> None:

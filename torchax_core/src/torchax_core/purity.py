@@ -23,7 +23,10 @@ from torchax_core.convert import is_traced
 from torchax_core.customs import tracing_functions
 from torchax_core.cuts import cut, in_no_grad, run_kernel
 from torchax_core.errors import SideEffectError
+from torchax_core.forms import MISS
+from torchax_core.known import KnownValues
 from torchax_core.tensor import Storage, Tensor, active, resolve_active, tensors_among
+from torchax_core.view import ViewReads
 
 __all__ = ["PureTrace", "in_jax", "pure"]
 
@@ -49,7 +52,9 @@ class _PureKernels:
             trace.lift_all(args)
             if kwargs:
                 trace.lift_all(kwargs.values())
-            result = run_kernel(func, kernel, args, kwargs, watched=True)
+            result = trace.known.result(func, kernel, args, kwargs)
+            if result is MISS:
+                result = run_kernel(func, kernel, args, kwargs, watched=True)
             trace.note(result)
             return result
 
@@ -66,6 +71,8 @@ class PureTrace:
         self.fresh: weakref.WeakSet[Storage] = weakref.WeakSet()
         self.made: dict[int, weakref.ref[Tensor]] = {}
         self.backward_ran = False
+        self.view_reads = ViewReads()
+        self.known = KnownValues(lambda store: store in self.fresh)
         self.outermost: Any = parent and (parent.outermost if isinstance(parent, PureTrace) else parent._outer)
 
     def __getattr__(self, name: str) -> Any:

@@ -305,11 +305,14 @@ class Tensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
-    def _python_value(self, what: str) -> Any:
+    def _python_value(self, what: str) -> None:
+        """Raise DataDependentError where a trace does not know the value."""
+        trace = active.trace
+        if trace is not None and trace.known.twin(self) is not None:
+            return
         array = self._array()
         if isinstance(array, jax.core.Tracer):
             raise control_flow_error(what, array)
-        return array
 
     def __bool__(self) -> bool:
         self._python_value("bool(tensor), as in `if tensor:`,")

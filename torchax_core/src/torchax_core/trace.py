@@ -21,10 +21,13 @@ import torch
 
 from torchax_core.convert import is_traced
 from torchax_core.cuts import cut, cut_unwanted, in_no_grad, run_kernel
+from torchax_core.forms import MISS
+from torchax_core.known import KnownValues
 from torchax_core.random import RandomState
 from torchax_core.reads import Reads
 from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Storage, Tensor, active, tensors_among
+from torchax_core.view import View, ViewReads, read_views
 
 __all__ = ["Lifted", "Trace", "get_grad", "promote_placeholders", "set_grad", "watching_grads"]
 
@@ -124,8 +127,17 @@ class _TracingKernels:
         trace.lift_all(args)
         if kwargs:
             trace.lift_all(kwargs.values())
+        result = trace.known.result(func, kernel, args, kwargs)
+        if result is not MISS:
+            trace.note(result)
+            return result
         if _only_reads(func):
             args, kwargs = trace.cut_unwanted(args, kwargs)
+            read_views(args)
+        elif func._schema.is_mutable:
+            read_views(args[1:])
+            if args and args[0].__class__ is View and getattr(kernel, "in_place", False):
+                kernel = kernel.run  # not by a form: those write through views at offsets that are inputs
         scope = trace.scopes and trace.scopes.around()
         if scope is None:
             result = run_kernel(func, kernel, args, kwargs, watched=trace.watched)
@@ -167,6 +179,8 @@ class Trace:
         self._born: list[weakref.ref[Storage]] = []
         self._born_ids: set[int] = set()
         self._given: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self.view_reads = ViewReads()
+        self.known = KnownValues(lambda store: id(store) in self._born_ids)
         with jec.take_current_trace() as outer:
             self._outer = outer
 
@@ -283,9 +297,9 @@ class Trace:
         return self._key, self._count + np.uint32(draw)
 
     def survivors(self) -> list[Storage]:
-        """Storages made inside that are still alive, with values the program computes."""
+        """Storages made inside that are still alive."""
         found = [reference() for reference in self._born]
-        return [store for store in found if store is not None and is_traced(store.array)]
+        return [store for store in found if store is not None]
 
     # -- leaving and coming back -----------------------------------------------------------------
 
@@ -317,6 +331,7 @@ class Trace:
         """Hold none of the tensors any longer: when they are gone from the program's user, they are to be gone."""
         for held in (self.lifted, self.tensors, self.grads, self.modules):
             held.clear()  # type: ignore[attr-defined]
+        self.view_reads, self.known = ViewReads(), KnownValues(lambda store: False)
 
     def grad_was_used(self, tensor: Tensor) -> bool:
         """Whether a gradient was accumulated into `tensor.grad`, or it was read, before now."""

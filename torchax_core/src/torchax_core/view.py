@@ -7,6 +7,7 @@ apart, in `View._offsets`, and traced.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -19,9 +20,9 @@ import torch
 from torchax_core.convert import is_traced
 from torchax_core.errors import ViewWriteError
 from torchax_core.opset import ViewRules
-from torchax_core.tensor import DEVICE, Aval, Storage, Tensor, _strided, make_wrapper
+from torchax_core.tensor import DEVICE, Aval, Storage, Tensor, _strided, active, make_wrapper, tensors_among
 
-__all__ = ["AS_STRIDED", "ROOT", "Path", "View", "make_view", "view_wrapper"]
+__all__ = ["AS_STRIDED", "ROOT", "Path", "View", "ViewReads", "make_view", "read_views", "view_wrapper"]
 
 
 class Path:
@@ -152,7 +153,16 @@ class View(Tensor):
         store = self._store
         if self._seen == store.version and self._cache is not None:
             return self._cache
-        array = self._path.read(store.array, self._offsets)
+        base = store.array
+        if is_traced(base):
+            # inside a program there is nothing to compile for other offsets: they are constants of it
+            trace = active.trace
+            read = self._path.read_inline if trace is None else functools.partial(trace.view_reads.read, self._path)
+            array = read(base, self._offsets)
+            if not _at_level_of(base, array):
+                return array
+        else:
+            array = self._path.read(base, self._offsets)
         self._cache = array
         self._seen = store.version
         return array
@@ -162,11 +172,42 @@ class View(Tensor):
         base = store.array
         # 3: the storage's own reference, the local one, and the argument of getrefcount. One more, and somebody else
         # (a user's `.jax()`, a residual of a vjp, another storage) relies on the array as it is.
-        donate = sys.getrefcount(base) <= 3 and not is_traced(base) and not is_traced(array) and array is not base
-        new = self._path.write(base, self._offsets, array, donate=donate)
+        if is_traced(base) or is_traced(array):
+            new = self._path.write_inline(base, array, self._offsets)
+        else:
+            donate = sys.getrefcount(base) <= 3 and array is not base
+            new = self._path.write(base, self._offsets, array, donate=donate)
         store.write(new)
         self._cache = array
         self._seen = store.version
+
+
+def _at_level_of(base: Any, array: Any) -> bool:
+    """Whether what was read of `base` may be kept beside it. In the body of a loop it is of no use outside."""
+    return getattr(array, "_trace", None) is base._trace
+
+
+class ViewReads:
+    """What one trace has read of arrays through views. Of a view and a view of that, the first is read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[jax.Array, dict[Any, jax.Array]]] = {}  # by the array's identity
+
+    def read(self, path: Path, base: jax.Array, offsets: tuple[Any, ...]) -> jax.Array:
+        """As `path.read_inline`."""
+        _, known = self._known.setdefault(id(base), (base, {}))
+        array, at = base, 0
+        with jax.enable_x64(True):
+            for step, used in path._with_offsets(offsets):
+                at += step.offsets
+                key = (step, offsets[:at])
+                found = known.get(key)
+                if found is None:
+                    found = step._read_one(array, used)
+                    if _at_level_of(base, found):
+                        known[key] = found
+                array = found
+        return array
 
 
 def make_view(store: Storage, aval: Aval, offset: int, path: Path, offsets: tuple[int, ...]) -> Tensor:
@@ -182,6 +223,14 @@ def make_view(store: Storage, aval: Aval, offset: int, path: Path, offsets: tupl
 def view_wrapper(aval: Aval, offset: int) -> tuple[Any, ...]:
     """What a View is made from: the arguments of torch's `_make_wrapper_subclass`."""
     return (View, aval.shape, aval.stride, offset, None, aval.dtype, _strided, DEVICE)
+
+
+def read_views(values: Any) -> None:
+    """Read the views among a call's arguments, once for all ops that take them: in a program that costs nothing, and the ops
+    are then traced as for any tensor."""
+    for tensor in tensors_among(values):
+        if tensor.__class__ is View:
+            tensor._array()
 
 
 def _as_strided(

@@ -19,7 +19,7 @@ from torchax_core.meta import NO_META, aval_of_meta, avals_of, check_out_dtypes,
 from torchax_core.opset import Definition
 from torchax_core.overlap import check_elements_apart, check_shared_memory
 from torchax_core.templates import STATIC, leaves_of
-from torchax_core.tensor import Aval, Tensor, become, make_tensor
+from torchax_core.tensor import Aval, Tensor, active, become, make_tensor
 from torchax_core.variants import Variant
 from torchax_core.view import View
 
@@ -50,6 +50,8 @@ class WritingKernel(LoweringKernel):
                 raise self._device_error(target, args, kwargs or {})
             check_shared_memory(self.func, args, kwargs or {}, [target], self.sharing)
             if target.__class__ is View:
+                if active.trace is not None:
+                    return self._write_traced(target, args, kwargs)
                 return self._write_through(target, args, kwargs)
             entry, arrays = self._enter(args, kwargs)
             target._store.write(entry.run(*arrays))
@@ -103,6 +105,13 @@ class WritingKernel(LoweringKernel):
         store.write(pair[donate](*arrays))
         if entry.formless < FORMS:
             self._remember(args, kwargs, entry, "through", pair)
+        return view
+
+    def _write_traced(self, view: View, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """In place on a view, inside a program: read, computed and written back, at offsets that are constants of it."""
+        view._array()
+        entry, arrays = self._enter(args, kwargs)
+        view._write(entry.run(*arrays))
         return view
 
     def _argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:

@@ -111,7 +111,9 @@ def _(base: jax.Array, new: jax.Array) -> jax.Array:
 @ops.view("aten::select.int")
 def select(self: jax.Array, dim: int, index: Any) -> jax.Array:
     """The slice at one index of a dimension, without that dimension."""
-    return lax.dynamic_index_in_dim(self, index, dim, keepdims=False)
+    if isinstance(index, int):  # inside a program, where it costs no compilation
+        return lax.index_in_dim(self, index, dim, keepdims=False)
+    return lax.dynamic_index_in_dim(self, index, dim, keepdims=False, allow_negative_indices=False)
 
 
 @select.split_arguments
@@ -122,14 +124,16 @@ def _(shape: tuple[int, ...], dim: int, index: int) -> Any:
 
 @select.write_back
 def _(base: jax.Array, new: jax.Array, dim: int, index: Any) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(base, new.astype(base.dtype), index, dim)
+    return lax.dynamic_update_index_in_dim(base, new.astype(base.dtype), index, dim, allow_negative_indices=False)
 
 
 @ops.view("aten::slice.Tensor")
 def slice_(self: jax.Array, dim: int, length: int, step: int, start: Any) -> jax.Array:
-    """`length` elements of a dimension from `start` on, every `step`-th. `start` is traced, the rest static."""
+    """`length` elements of a dimension from `start` on, every `step`-th. `start` is an int or traced, the rest static."""
     span = (length - 1) * step + 1 if length else 0
-    window = lax.dynamic_slice_in_dim(self, start, span, dim)
+    if isinstance(start, int):
+        return lax.slice_in_dim(self, start, start + span, step, dim)
+    window = lax.dynamic_slice_in_dim(self, start, span, dim, allow_negative_indices=False)
     return window if step == 1 else lax.slice_in_dim(window, 0, span, step, dim)
 
 
@@ -147,7 +151,7 @@ def _(base: jax.Array, new: jax.Array, dim: int, length: int, step: int, start: 
         return base
     new = new.astype(base.dtype)
     if step == 1:
-        return lax.dynamic_update_slice_in_dim(base, new, start, dim)
+        return lax.dynamic_update_slice_in_dim(base, new, start, dim, allow_negative_indices=False)
     at = (slice(None),) * dim + (start + jnp.arange(length) * step,)
     return base.at[at].set(new)
 
