@@ -41,6 +41,18 @@ def test_scale_factors(mode):
     assert_matches_torch(F.interpolate, image(NDIM[mode]), scale_factor=1.3, **recomputed)
 
 
+@pytest.mark.parametrize(
+    ("mode", "antialias"), [*((mode, False) for mode in NDIM), ("bilinear", True), ("bicubic", True)]
+)
+def test_sizes_of_nothing_are_refused_in_torchs_words(mode, antialias):
+    x = torch.ones(1, 1, *[1] * NDIM[mode])
+    with pytest.raises(RuntimeError) as theirs:
+        F.interpolate(x, scale_factor=0.5, mode=mode, antialias=antialias)
+    with pytest.raises(RuntimeError) as ours:
+        F.interpolate(x.to("jax"), scale_factor=0.5, mode=mode, antialias=antialias)
+    assert str(ours.value) == str(theirs.value)
+
+
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_antialiased(mode):
     for size in SIZES:

@@ -187,7 +187,19 @@ def _weighed_integers(x: jax.Array, positions: np.ndarray, weights: np.ndarray, 
 
 
 def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float | None], taps: TapsOf) -> jax.Array:
-    """`self` (n, c, *spatial) resampled to (n, c, *output_size), the last dim first, as torch does."""
+    """`self` (n, c, *spatial) resampled to (n, c, *output_size), the last dim first, as torch does.
+
+    Raises RuntimeError, in CPU torch's words, if a size is 0: torch's meta kernels do not for all of these.
+    """
+    if 0 in (*self.shape[2:], *output_size):
+        given, wanted = (
+            ", ".join(f"{name}: {n}" for name, n in zip("DHW"[3 - len(sizes) :], sizes, strict=True))
+            for sizes in (self.shape[2:], tuple(output_size))
+        )
+        between = " and " if len(output_size) == 1 else " "
+        raise RuntimeError(
+            f"Input and output sizes should be greater than 0, but got input ({given}){between}output ({wanted})"
+        )
     integer = jnp.issubdtype(self.dtype, jnp.integer)
     x = self.astype(jnp.int32) if integer else opmath(self)
     dtype = np.dtype(np.float64 if integer else x.dtype)
