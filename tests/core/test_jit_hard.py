@@ -834,3 +834,22 @@ def test_weights_pruned_between_calls() -> None:
             prune.remove(model[2], "weight")
 
     _followed_training(change)
+
+
+def test_containers_made_anew_hold_state_and_results():
+    norm = torch.nn.BatchNorm1d(4).to("jax")
+    holder = torch.nn.Module()
+
+    @torchax_core.jit
+    def step(x):
+        holder.buffers_by_name = dict(norm.named_buffers())
+        holder.nested = {"a": [x * 2, {"b": x * 3}], "w": norm.weight}
+        return norm(x)
+
+    for _ in range(4):
+        x = torch.randn(3, 4)
+        step(x.to("jax"))
+        assert holder.buffers_by_name["running_mean"] is norm.running_mean
+        assert holder.nested["w"] is norm.weight
+        torch.testing.assert_close(holder.nested["a"][1]["b"].cpu(), x * 3)
+    assert len(str(step.explain()).splitlines()) <= 2

@@ -176,11 +176,12 @@ class Places:
             elif isinstance(value, functools.partial):
                 self._push(value, [value.func, value.args, value.keywords])
             elif isinstance(value, torch.nn.Module):
+                registers = {key for key, item in vars(value).items() if item.__class__ is dict and key[:1] == "_"}
                 entries = vars(value).items()
-                self._push(value, [item for key, item in entries if item.__class__ is dict and item])
-                attributes = [(key, item) for key, item in entries if item.__class__ is not dict]
+                self._push(value, [item for key, item in entries if key in registers and item])
+                attributes = [(key, item) for key, item in entries if key not in registers]
                 if type(value).__module__.startswith("torch.nn."):  # pruning puts a weight there
-                    attributes = [(key, item) for key, item in attributes if isinstance(item, torch.Tensor)]
+                    attributes = [(key, item) for key, item in attributes if isinstance(item, (torch.Tensor, dict))]
                 if attributes:
                     self._attributes(value, attributes)
             elif may_open(value.__class__):
@@ -233,6 +234,16 @@ class Places:
                     links.setdefault(link.name, (link, at))
                 at = parent
         return list(links.values()), list(lengths.values())
+
+    def where_new(self, place: Place, before: Places) -> Place:
+        """The place itself; or, if it is in a dict or list that was not there before, where that was put."""
+        found, at = place.root(), place.root().container
+        while id(at) not in before._seen and id(at) in self._parents:
+            at, link = self._parents[id(at)]
+            if link is None:  # an object's attributes: it is no structure that could be put there anew
+                return place.root()
+            found = link.root()
+        return found
 
     def _note_items(self, container: Any, items: Any, kind: type, links: Any, lengths: Any) -> None:
         lengths[id(container)] = (container, len(container))

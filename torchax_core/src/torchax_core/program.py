@@ -371,7 +371,8 @@ class Program:
             return Output(out(tensor._array()), tensor, Aval.of(tensor.shape, _dense(tensor), tensor.dtype))
 
         def captured(tensor: Tensor) -> bool:
-            return id(tensor) in trace.tensors and id(tensor._store) in trace.lifted
+            met = id(tensor) in trace.tensors and id(tensor) not in trace.aliases
+            return met and id(tensor._store) in trace.lifted
 
         # `inner` and the structure of the arguments hold an argument, the loop and the call here too
         kept = survivors or any(sys.getrefcount(leaf) > 4 for leaf in inner if isinstance(leaf, Tensor))

@@ -143,11 +143,12 @@ class Rebinding:
         before = self.before.tensors
         moved = any(place.read() is not tensor for place, tensor in before.values())
         moved = moved or any(len(items) != len(copy) for items, copy in self.before.lists.values())
-        after = reachable(self.roots).tensors if moved or kept else before
+        now = reachable(self.roots) if moved or kept else self.before
+        after = now.tensors
         changed: dict[Any, Place] = {}
         for name in {**before, **after}:
             if name not in before or name not in after or before[name][1] is not after[name][1]:
-                place = (after.get(name) or before[name])[0].root()
+                place = now.where_new((after.get(name) or before[name])[0], self.before)
                 changed.setdefault(place.name, place)
         lists = {id(p.container): p.container for p in changed.values() if p.kind is list}
         for key, items in lists.items():  # the items of a list change together
@@ -158,7 +159,7 @@ class Rebinding:
         self._sources(changed, captured)
         known = {id(s.current): s for s in self.sources}
         for place in sorted(changed.values(), key=lambda p: p.key if p.kind is list else 0):
-            structure, leaves = self._after(place.read(), known, arguments, out)
+            structure, leaves = self._after(place.read(), known, arguments, captured, out)
             self.effects.append((place, self.before.value_at(place), structure, leaves))
         for name, (place, tensor) in before.items():
             if name not in self.habits.unread and place.root().name not in changed and captured(tensor):
@@ -178,7 +179,12 @@ class Rebinding:
         self.sources.append(source)
 
     def _after(
-        self, value: Any, known: dict[int, _Source], arguments: dict[int, int], out: Any
+        self,
+        value: Any,
+        known: dict[int, _Source],
+        arguments: dict[int, int],
+        captured: Callable[[Tensor], bool],
+        out: Any,
     ) -> tuple[Any, list[Any]]:
         leaves: list[Any] = []
         structure = flatten(value, leaves)
@@ -189,7 +195,7 @@ class Rebinding:
                 leaves[i] = known[id(leaf)]
             elif id(leaf) in arguments:
                 leaves[i] = _Argument(arguments[id(leaf)])
-            elif is_traced(leaf._store.array):
+            elif is_traced(leaf._store.array) and not captured(leaf):  # state stays the tensor that it is
                 leaves[i] = out(leaf)
         return structure, leaves
 
@@ -331,4 +337,4 @@ def _like(now: Any, before: Any) -> bool:
 def _short(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value._aval}{', requires grad' if value.requires_grad else ''}"
-    return repr(value)[:60]
+    return " ".join(repr(value).split())[:60]
