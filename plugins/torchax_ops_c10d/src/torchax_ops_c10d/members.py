@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torchax_core import spanning
+from torchax_core import collective_order, spanning
 from torchax_core.tensor import active
 from torchax_ops_c10d import groups
 from torchax_ops_c10d.groups import CollectiveError
@@ -110,13 +110,13 @@ class ProcessMembers(Members):
             program = self._programs[key] = self._program(function, static)
         with wide():
             whole = jax.tree.map(self._whole, arrays)
-            results = spanning.in_turn(self.device, lambda: program(whole))
+            results = collective_order.in_turn(self.device, lambda: program(whole))
             return jax.tree.map(lambda array: array.addressable_data(0), results)
 
     def _program(self, function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
         def member(arrays: Any) -> Any:
             results = function(arrays, axis="members", **static)
-            return jax.tree.map(lambda x: x.reshape(1) if x.ndim == 0 else x, results), spanning.end()
+            return jax.tree.map(lambda x: x.reshape(1) if x.ndim == 0 else x, results), collective_order.end()
 
         mesh, spec = self._sharding.mesh, self._sharding.spec
         return jax.jit(
