@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jax.sharding import SingleDeviceSharding
 
+from torchax_core.convert import array_from_numpy
 from torchax_core.dtypes import jax_dtype
 from torchax_core.tensor import Aval, Tensor, make_tensor
 
@@ -55,8 +56,11 @@ def _fill(kernel: Any, number: Callable[..., Any], args: Any, kwargs: Any) -> An
         sizes = [len(range(*i.indices(n))) for i, n in zip(index, shape, strict=True)]
         return np.zeros(sizes, value.dtype) if not value else np.full(sizes, value)
 
-    with jax.enable_x64(True):
-        made = jax.make_array_from_callback(shape, sharding, part)
+    if array.committed:
+        with jax.enable_x64(True):
+            made = jax.make_array_from_callback(shape, sharding, part)
+    else:  # what lies on no device by choice may yet go with what does
+        made = array_from_numpy(part(tuple(slice(n) for n in shape)))
     return make_tensor(made, Aval.of(shape, torch.empty_like(like._aval.meta()).stride(), like.dtype))
 
 
