@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchax_core
+from torchax_core.kernel import forget_signatures
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +37,9 @@ def env():
     """A fresh environment, active during the test: overrides and settings in it end with it."""
     with torchax_core.Environment() as environment:
         yield environment
+
+
+@pytest.fixture
+def new_signatures():
+    """Every call's signature is new to its op, as values are looked at only then."""
+    forget_signatures()

@@ -93,7 +93,7 @@ def test_no_indices_at_all():
         )
 
 
-@pytest.mark.usefixtures("env")
+@pytest.mark.usefixtures("new_signatures")
 @pytest.mark.parametrize(
     "fn",
     [

@@ -356,7 +356,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.usefixtures("env")
+@pytest.mark.usefixtures("new_signatures")
 @pytest.mark.parametrize(("fn", "index"), REFUSED.values(), ids=REFUSED)
 def test_what_cpu_torch_refuses_for_its_values_a_new_signature_refuses(fn, index):
     assert_same_error(fn, torch.arange(4.0), torch.tensor(index), torch.ones(2), wording=True)

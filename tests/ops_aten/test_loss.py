@@ -163,7 +163,7 @@ def test_ctc_loss_without_a_batch():
     )
 
 
-@pytest.mark.usefixtures("env")
+@pytest.mark.usefixtures("new_signatures")
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(
     "loss",

@@ -243,7 +243,7 @@ def test_the_seed_decides_and_each_call_differs(draw):
     assert not torch.equal(draw().cpu(), first)
 
 
-@pytest.mark.usefixtures("env")  # values are looked at where a signature is new
+@pytest.mark.usefixtures("new_signatures")
 @pytest.mark.parametrize(
     "draw",
     [
