@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchax_core
+import torchax_core.known
 from torchax_core.errors import DataDependentError
 
 
@@ -120,6 +121,26 @@ def test_long_ranges_stay_in_the_program():
     ours = x.to("jax")
     torch.testing.assert_close(jitted(ours).cpu(), mask(x))
     assert len(jitted.lower(ours).as_text()) < 20_000
+
+
+def test_what_would_become_long_is_not_computed_on_the_way(monkeypatch):
+    """Padding and indexing make more of little."""
+    made, here = [], torchax_core.known._here
+
+    def noting(result, moved):
+        made.append(result.numel())
+        return here(result, moved)
+
+    monkeypatch.setattr("torchax_core.known._here", noting)
+
+    def widen(x):
+        at = torch.arange(300, device=x.device)
+        table = at.repeat(200).view(200, 300)
+        return torch.nn.functional.pad(at, (0, 100_000)), table[at.clamp(max=199)], x
+
+    for ours, theirs in zip(torchax_core.jit(widen)(torch.ones(1).to("jax")), widen(torch.ones(1)), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+    assert max(made) <= 60_000
 
 
 def test_constants_that_are_kept_are_new_at_each_call(x):

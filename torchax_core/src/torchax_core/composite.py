@@ -38,7 +38,7 @@ _OUT_FORMS = (
 C++ storage, which a View and its base never do, and would leave the `out` as it was."""
 
 _len_modes = torch._C._len_torch_dispatch_stack
-is_grad_enabled = torch.is_grad_enabled
+_is_grad_enabled = torch.is_grad_enabled
 _plain_dispatch = torch.Tensor.__torch_dispatch__
 _DispatchKey, _DispatchKeySet = torch._C.DispatchKey, torch._C.DispatchKeySet
 # torch compiles its derivative formulas of composite ops (linear_backward, matmul_backward) in for nested tensors only, but
@@ -88,7 +88,7 @@ def keep_whole(func: Any, *, differentiable: bool = False) -> None:
                 kernel.__class__ is LoweringKernel
                 and trace is None
                 and environment._watch is None
-                and not is_grad_enabled()
+                and not _is_grad_enabled()
                 and forward_ad_level() < 0
             ):
                 # a form is for tensors of ours alone, and no derivative is wanted of them: nothing below would step in

@@ -30,8 +30,8 @@ _EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int3
 _FACTORIES = frozenset({"arange", "full", "ones", "scalar_tensor", "zeros", "tril_indices", "triu_indices"})
 _NO_LARGER = frozenset(
     """
-    _local_scalar_dense _to_copy _unique2 all amax amin any argmax argmin argsort bucketize cat clone constant_pad_nd
-    count_nonzero cummax cummin cumprod cumsum diff equal flip full_like gather index index_select isin max min nonzero ones_like
+    _local_scalar_dense _to_copy _unique2 all amax amin any argmax argmin argsort bucketize cat clone
+    count_nonzero cummax cummin cumprod cumsum diff equal flip full_like gather isin max min nonzero ones_like
     prod roll searchsorted sort sum tril triu unique_consecutive unique_dim zeros_like
     """.split()
 )
@@ -48,9 +48,8 @@ class KnownValues:
 
     def __init__(self, made: Callable[[Storage], bool]) -> None:
         self._made = made
-        self._twins: dict[
-            int, tuple[jax.Array, torch.Tensor]
-        ] = {}  # of storages, by identity, while the array is the same
+        # of storages, by identity, for as long as they hold the same array
+        self._twins: dict[int, tuple[jax.Array, torch.Tensor]] = {}
 
     def result(self, func: Any, kernel: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         """What the call gives, if that is known: Tensors with arrays that are no tracers, or Python values. Else MISS."""
@@ -143,6 +142,10 @@ def _bound(func: Any) -> Callable[[list[torch.Tensor], list[Any]], int] | None:
         return lambda tensors, values: sum(t.numel() for t in tensors)
     if name in ("new_full", "new_ones", "new_zeros"):
         return lambda tensors, values: math.prod(values[1])
+    if name in ("index", "index_select"):
+        return lambda tensors, values: tensors[0].numel() * sum(t.numel() for t in tensors[1:])
+    if name == "constant_pad_nd":
+        return lambda tensors, values: _padded(tensors[0].shape, values[1])
     if name == "repeat":
         return lambda tensors, values: tensors[0].numel() * math.prod(values[1])
     return None
@@ -153,6 +156,15 @@ def _broadcast(tensors: list[torch.Tensor], values: list[Any]) -> int:
         return math.prod(torch.broadcast_shapes(*(t.shape for t in tensors)))
     except RuntimeError:  # the op has words of its own for it
         return _LARGEST + 1
+
+
+def _padded(shape: Sequence[int], pad: Sequence[int]) -> int:
+    """Elements of a tensor padded by (before, after) of its last dim, of the one before it, and so on."""
+    sizes = [*reversed(shape)]
+    for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=False)):
+        if dim < len(sizes):
+            sizes[dim] += before + after
+    return math.prod(sizes)
 
 
 def _is_small_factory(func: Any, values: list[Any], names: dict[str, Any]) -> bool:
