@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from collectives_cases import Case, Tensors, all_gather, all_reduce, functional_all_reduce
+from jitted_cases import constants, in_jit, jitted
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 
 # -- data parallel training ----------------------------------------------------------------------
@@ -102,15 +103,6 @@ def sync_batch_norm(x: torch.Tensor, n: int) -> Tensors:
     return [norm(x), norm.running_mean, norm.running_var]
 
 
-def _jitted(device: torch.device, fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """On device "jax", the function under torchax_core.jit: one program, with what the ranks send each other in it."""
-    if device.type == "cpu":
-        return fn
-    import torchax_core
-
-    return torchax_core.jit(fn)
-
-
 def whole_step(options: dict[str, object], x: torch.Tensor, n: int) -> Tensors:
     """A training step as one program: DistributedDataParallel's forward, backward, and the optimizer."""
     torch.manual_seed(dist.get_rank())
@@ -124,41 +116,9 @@ def whole_step(options: dict[str, object], x: torch.Tensor, n: int) -> Tensors:
         optimizer.step()
         return loss.detach()
 
-    run = _jitted(x.device, step)
+    run = jitted(x.device, step)
     losses = torch.stack([run(x + i) for i in range(3)])
     return [losses, *parallel.parameters(), *parallel.buffers()]
-
-
-def in_jit(x: torch.Tensor, n: int) -> Tensors:
-    """Several groups in one program, rank-dependent values, gradients that leave it; and torch.compile."""
-    import torch.distributed._functional_collectives as funcol
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh, rank = init_device_mesh(x.device.type, (n // 2, 2), mesh_dim_names=("slow", "fast")), dist.get_rank()
-
-    wait = funcol.wait_tensor
-
-    def several(x: torch.Tensor) -> torch.Tensor:
-        x, y = x * (rank + 1), x.clone()
-        dist.all_reduce(y)
-        parts = wait(funcol.all_gather_tensor(x + y, 0, mesh["fast"]))
-        counts = wait(funcol.all_reduce((x > 1).int(), "sum", mesh["fast"]))
-        parts = parts + (counts.sum() if rank else 1)
-        unused = wait(funcol.all_reduce(parts, "max", mesh["fast"]))
-        parts = (unused if rank else parts) + wait(funcol.all_reduce(parts, "sum", mesh["slow"]))
-        return wait(funcol.reduce_scatter_tensor(parts, "sum", 0, mesh["fast"]))
-
-    def differentiated(x: torch.Tensor) -> torch.Tensor:
-        everyone = wait(funcol.all_gather_tensor_autograd(x * x, 0, dist.group.WORLD))
-        return (everyone * torch.arange(float(len(everyone)), device=x.device)[:, None]).sum()
-
-    run, found = _jitted(x.device, several), []
-    found += [run(x), run(x + 1)]
-    leaf = x.clone().requires_grad_()
-    found.append(_jitted(x.device, differentiated)(leaf))
-    found[-1].backward()
-    compiled = several if x.device.type == "cpu" else torch.compile(several, backend="torchax")
-    return [*found, leaf.grad, compiled(x)]
 
 
 # -- sharded weights -----------------------------------------------------------------------------
@@ -279,7 +239,7 @@ def _in_jit(model: torch.nn.Module, tokens: torch.Tensor) -> None:
     import copy
 
     after = []
-    for wrap in (lambda f: f, functools.partial(_jitted, tokens.device)):
+    for wrap in (lambda f: f, functools.partial(jitted, tokens.device)):
         some = copy.deepcopy(model)
         optimizer = torch.optim.SGD(some.parameters(), lr=0.1, foreach=False)
 
@@ -414,6 +374,7 @@ def training(full: bool) -> list[Case]:
             body = functools.partial(whole_step, options)
             found.append(Case(f"DDP, whole step{kind}", single, body, ranked=True, rounded=True))
     found.append(Case("several groups in jit", single, in_jit, ranked=True, rounded=True))
+    found.append(Case("constants in jit", single, constants, ranked=True))
     found.append(Case("overrides", single, overridden, ranked=True, rounded=True))
     found.append(Case("average_gradients", single, average_by_hand, ranked=True, rounded=True))
     found.append(Case("SyncBatchNorm", single, sync_batch_norm, ranked=True, rounded=True))

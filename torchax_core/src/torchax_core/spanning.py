@@ -11,6 +11,7 @@ Source: https://docs.jax.dev/en/latest/multi_process.html
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -157,7 +158,9 @@ def join(devices: Sequence[Any], op: str, collective: Callable[[Any, Any], Any],
             "one program over all processes' devices: jax.shard_map over a mesh of jax.devices(), and torchax_ops_c10d.map_group."
         )
     groups.add(tuple(devices))
-    return collective(arrays, _axes()[1][tuple(devices)])
+    # JAX takes what is no tracer to be the same in all processes: its sum would be a multiple, without any sending
+    traced = jax.tree.map(lambda x: x if isinstance(x, jax.core.Tracer) else jax.lax.optimization_barrier(x), arrays)
+    return collective(traced, _axes()[1][tuple(devices)])
 
 
 # -- what was traced -----------------------------------------------------------------------------
@@ -194,6 +197,13 @@ class Span:
         shape = tuple(size for _, size in axes)
         self.mesh = Mesh(np.array(group.devices).reshape(shape), tuple(axis for axis, _ in axes))
         self.device = group.devices[group.rank]
+        self.each = NamedSharding(self.mesh, jax.P(self.mesh.axis_names))
+
+    @functools.cached_property
+    def start(self) -> jax.Array:
+        """What a program's first collective waits for (collective_order.py): int32 of shape (members,), a zero on each device."""
+        zero = jax.device_put(np.zeros(1, np.int32), self.device)
+        return jax.make_array_from_single_device_arrays((len(self.group.devices),), self.each, [zero])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Span) and self.mesh == other.mesh
@@ -256,13 +266,13 @@ class SpanningProgram:
         if not made.agreed:
             self.span.group.agree(self.span.name, made.collectives)
             made.agreed = True
-        results = in_turn(self.span.device, lambda: made.run(*arrays))
+        results = in_turn(self.span.device, lambda: made.run(self.span.start, *arrays))
         return made.results.unflatten([array.addressable_data(0) for array in results])
 
     def lower(self, *args: Any) -> Any:
         """As jax's; runs nothing."""
         made, arrays = self._prepared(args)
-        return made.run.lower(*arrays)
+        return made.run.lower(self.span.start, *arrays)
 
     def _prepared(self, args: tuple[Any, ...]) -> tuple[_Made, list[Any]]:
         leaves, structure = jax.tree.flatten(args)
@@ -299,15 +309,17 @@ class SpanningProgram:
         ours = dict(self.span.axes)
         run = jec.jaxpr_as_fun(one_by_one(jaxpr, ours))
 
-        def step(*arrays: Any) -> Any:
-            *results, last = run(*arrays)
+        def step(start: Any, *arrays: Any) -> Any:
+            *results, last = run(start.reshape(()), *arrays)
             return results, last
 
         step.__name__ = getattr(self.fn, "__name__", "step")
         # Each process's values are its own. Said to be everybody's, they need no axis to be told apart by, and nobody looks.
-        whole = jax.shard_map(step, mesh=self.span.mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+        specs = (self.span.each.spec, *[jax.P()] * len(jaxpr.in_avals))
+        whole = jax.shard_map(step, mesh=self.span.mesh, in_specs=specs, out_specs=jax.P(), check_vma=False)
         collectives = [what for what, _ in collectives_in(jaxpr.jaxpr, ours)]
-        return _Made(jax.jit(whole, donate_argnums=self.donate), found[0], collectives)
+        donated = tuple(i + 1 for i in self.donate)
+        return _Made(jax.jit(whole, donate_argnums=donated), found[0], collectives)
 
     def _everybodys(self, array: Any) -> Any:
         """This process's array as its part of one that all of them have."""
