@@ -235,13 +235,13 @@ def parallelized(x: torch.Tensor, n: int) -> Tensors:
 
 
 def _in_jit(model: torch.nn.Module, tokens: torch.Tensor) -> None:
-    """A step over DTensors under torchax_core.jit does what it does without."""
+    """A step over DTensors under torchax_core.jit does what it does without, and is traced once."""
     import copy
 
     after = []
     for wrap in (lambda f: f, functools.partial(jitted, tokens.device)):
         some = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(some.parameters(), lr=0.1, foreach=False)
+        optimizer = torch.optim.AdamW(some.parameters(), lr=0.01, foreach=False)
 
         def step(tokens: torch.Tensor, some=some, optimizer=optimizer) -> torch.Tensor:
             optimizer.zero_grad()
@@ -251,7 +251,8 @@ def _in_jit(model: torch.nn.Module, tokens: torch.Tensor) -> None:
             return loss.detach()
 
         run = wrap(step)
-        losses = [run(tokens) for _ in range(2)]
+        losses = [run(tokens) for _ in range(3)]
+        assert not hasattr(run, "compilations") or len(run.compilations) == 1, run.explain()
         after.append([*losses, *(p.full_tensor() if hasattr(p, "full_tensor") else p for p in some.parameters())])
     for found, expected in zip(after[1], after[0], strict=True):
         torch.testing.assert_close(found.detach().cpu(), expected.detach().cpu(), rtol=1e-4, atol=1e-5)

@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 
 from torchax_core.tensor import DEVICE_TYPE, Tensor
 from torchax_core.view import View
+from torchax_core.wrapped import Form, is_wrapper, parts
 
-__all__ = ["Call", "StaticArguments", "flatten", "made_inside", "same", "unflatten", "update"]
+__all__ = ["Call", "StaticArguments", "flatten", "made_inside", "opened", "same", "unflatten", "update"]
 
 _LEAVES = frozenset(
     {Tensor, View, torch.Tensor, torch.nn.Parameter, *jax.Array.__subclasses__(), int, float, bool, str}
@@ -34,7 +35,7 @@ _STORE, _ARRAY, _AVAL = map(operator.attrgetter, ("_store", "array", "_aval"))
 
 
 class Call:
-    """The arguments of one call: as they were given, their leaves and structure, and the caches that were opened."""
+    """The arguments of one call: as they were given, their leaves and structure, and the caches and DTensors that were opened."""
 
     __slots__ = ("leaves", "objects", "structure", "tree")
 
@@ -189,11 +190,16 @@ def _is_cache(kind: type) -> bool:
     )
 
 
+def opened(value: Any, parent: Any = None) -> bool:
+    """Whether an object that torch's pytree does not know is opened wherever it is: a cache, a DTensor."""
+    return _is_cache(value.__class__) or is_wrapper(value)
+
+
 def flatten(
     tree: Any,
     leaves: list[Any],
     objects: list[Any] | None = None,
-    opens: Callable[[Any, Any], bool] = lambda value, parent: _is_cache(value.__class__),
+    opens: Callable[[Any, Any], bool] = opened,
     parent: Any = None,
 ) -> Any:
     """The structure of `tree`, hashable; its leaves are added to `leaves`, objects that were opened to `objects`.
@@ -219,6 +225,9 @@ def flatten(
         elif opens(tree, parent):
             if objects is not None:
                 objects.append(tree)
+            if isinstance(tree, torch.Tensor):
+                leaves.extend(parts(tree))
+                return (Form, Form(tree))
             context, values = _Opened(kind, tuple(vars(tree))), vars(tree).values()
             kind = _Opened
         else:
@@ -231,34 +240,47 @@ def flatten(
     return (kind, context, *[flatten(value, leaves, objects, opens, holder) for value in values])
 
 
-def unflatten(structure: Any, leaves: Iterator[Any], objects: list[Any] | None = None) -> Any:
-    """The tree of that structure, with the next of `leaves`; its opened objects are new, and added to `objects`."""
+def unflatten(
+    structure: Any, leaves: Iterator[Any], objects: list[Any] | None = None, known: dict[int, Any] | None = None
+) -> Any:
+    """The tree of that structure, with the next of `leaves`; its opened objects are new, and added to `objects`.
+
+    known: DTensors to be taken instead of new ones, by the identities of their first parts.
+    """
     if structure is None:
         return next(leaves)
-    kind, context, *parts = structure
+    kind, context, *inner = structure
+    if kind is Form:
+        given = [next(leaves) for _ in range(context.count)]
+        made = (known or {}).get(id(given[0]))
+        if made is None:
+            made = context.make(given, as_given=objects is not None)
+        if objects is not None:
+            objects.append(made)
+        return made
     place = None
     if kind is _Opened and objects is not None:
         place = len(objects)
         objects.append(None)
     if kind is dict:
-        values = _values(parts, len(context), leaves, objects)
+        values = _values(inner, len(context), leaves, objects, known)
         return dict(zip(context, values, strict=True))
     if kind is _Opened:
-        values = _values(parts, len(context.names), leaves, objects)
+        values = _values(inner, len(context.names), leaves, objects, known)
         made = object.__new__(context.kind)
         vars(made).update(zip(context.names, values, strict=True))
         if place is not None and objects is not None:
             objects[place] = made
         return made
     if kind is pytree:
-        return pytree.tree_unflatten(_values(parts, context.num_leaves, leaves, objects), context)
-    values = _values(parts, context, leaves, objects)
+        return pytree.tree_unflatten(_values(inner, context.num_leaves, leaves, objects, known), context)
+    values = _values(inner, context, leaves, objects, known)
     return values if kind is list else tuple(values)
 
 
-def _values(parts: list[Any], count: int, leaves: Iterator[Any], objects: list[Any] | None) -> list[Any]:
-    if parts:
-        return [unflatten(part, leaves, objects) for part in parts]
+def _values(inner: list[Any], count: int, leaves: Iterator[Any], objects: Any, known: Any) -> list[Any]:
+    if inner:
+        return [unflatten(part, leaves, objects, known) for part in inner]
     return [next(leaves) for _ in range(count)]
 
 
@@ -291,8 +313,11 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 
 def made_inside(value: Any, parent: Any) -> bool:
-    """Whether an object among the results is one that the function has just made: it holds tensors, and nobody else has it."""
+    """Whether an object among the results is one that the function has just made: it holds tensors, and nobody else has it.
+    A DTensor counts as one wherever it comes from, as a tensor does."""
     kind = value.__class__
+    if is_wrapper(value):
+        return True
     if kind.__new__ is not object.__new__ or not hasattr(value, "__dict__") or isinstance(value, _KNOWN):
         return False
     if _is_cache(kind):

@@ -19,6 +19,7 @@ import torch
 from torchax_core.convert import is_traced
 from torchax_core.tensor import Aval, Storage, Tensor, make_tensor, write_all
 from torchax_core.trace import get_grad, set_grad
+from torchax_core.wrapped import Form, like, parts
 
 __all__ = ["Gradients"]
 
@@ -27,7 +28,10 @@ class Gradients:
     """What a program sets `.grad` of which tensors to: to None, or to one of its outputs."""
 
     def __init__(self) -> None:
-        self.read: list[tuple[torch.Tensor, Tensor]] = []  # tensors, and their gradients that are inputs of the program
+        self.read: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors, and their gradients that are inputs
+        self.wrapped: list[
+            tuple[torch.Tensor, Form, list[tuple[int, Aval]]]
+        ] = []  # DTensors, whose gradients are made anew
         self.cleared: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         self.places: list[int] = []
@@ -51,16 +55,12 @@ class Gradients:
         if not others:
             return ""
         for old, new in others:
-            if (
-                new.__class__ is not old.__class__
-                or new._aval is not old._aval  # type: ignore[attr-defined]
-                or new.requires_grad is not old.requires_grad
-                or is_traced(new._store.array)  # type: ignore[attr-defined]
-            ):
-                return f"a .grad was {old._aval}, and is {getattr(new, '_aval', type(new).__name__)} now"
-        if not held().isdisjoint(id(old) for old, _ in others) or not replace(others):  # type: ignore[arg-type]
+            if like(new) != like(old) or any(is_traced(part._store.array) for part in parts(new)):
+                return f"a .grad was {_short(old)}, and is {_short(new)} now"
+        pairs = [pair for old, new in others for pair in zip(parts(old), parts(new), strict=True)]
+        if not held().isdisjoint(id(old) for old, _ in others) or not replace(pairs):
             return "a .grad is another tensor now, and the one before is state of the function in some other way, too"
-        self.read = [(tensor, old if new is None else new) for (tensor, old), new in zip(self.read, now, strict=True)]  # type: ignore[misc]
+        self.read = [(tensor, old if new is None else new) for (tensor, old), new in zip(self.read, now, strict=True)]
         return ""
 
     def add(self, tensor: torch.Tensor, grad: Tensor, place: int) -> None:
@@ -69,6 +69,10 @@ class Gradients:
         self.places.append(place)
         self._grads.append(grad)
         self._stores.append(grad._store)
+
+    def add_wrapped(self, tensor: torch.Tensor, form: Form, places: list[tuple[int, Aval]]) -> None:
+        """`tensor.grad` is to be a wrapper of that form, of these outputs."""
+        self.wrapped.append((tensor, form, places))
 
     def store_ids(self) -> set[int]:
         """The identities of the gradients' storages."""
@@ -83,6 +87,8 @@ class Gradients:
         for tensor in self.cleared:
             if get_grad(tensor) is not None:
                 set_grad(tensor, None)
+        for tensor, form, places in self.wrapped:
+            set_grad(tensor, form.make([make_tensor(outputs[at], aval) for at, aval in places]))
         if not self.tensors:
             return
         are_set = all(map(operator.is_, map(get_grad, self.tensors), self._grads))
@@ -109,6 +115,10 @@ class Gradients:
             if references[i] > alone + in_grad * are_set[i] or references[count + i] > alone_store:
                 grad = make_tensor(outputs[self.places[i]], self._grads[i]._aval)
                 self._grads[i], self._stores[i] = grad, grad._store
+
+
+def _short(grad: torch.Tensor) -> str:
+    return ", ".join(str(part._aval) for part in parts(grad)) or type(grad).__name__
 
 
 def _references_when_alone(array: Any, aval: Aval) -> tuple[int, int, int]:

@@ -25,6 +25,7 @@ from torchax_core.filling import Filling
 from torchax_core.placement import laid_out_like
 from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Tensor, active, wrap_array
+from torchax_core.wrapped import Form, is_wrapper, parts
 
 __all__ = ["tracing_optimizers"]
 
@@ -57,7 +58,7 @@ def _note_reset(parameters: list[torch.Tensor], set_to_none: bool) -> None:
     if trace is None or not set_to_none:
         return
     for parameter in parameters:
-        if isinstance(parameter, Tensor) and not trace.grad_was_used(parameter):
+        if _is_our(parameter) and not trace.grad_was_used(parameter):
             trace.reset_grads.add(id(parameter))
 
 
@@ -99,7 +100,11 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_ours(optimizer: Optimizer) -> bool:
-    return any(isinstance(p, Tensor) for group in optimizer.param_groups for p in group["params"])
+    return any(_is_our(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_our(parameter: Any) -> bool:
+    return isinstance(parameter, Tensor) or is_wrapper(parameter)
 
 
 def _make_state(optimizer: Optimizer, trace: Any) -> None:
@@ -113,13 +118,15 @@ def _make_state(optimizer: Optimizer, trace: Any) -> None:
                     with _plain_gradients(missing), _filling():
                         init(group, *[[] for _ in parameters])
         for parameter, state in optimizer.state.items():
-            if not isinstance(parameter, Tensor):
+            if not _is_our(parameter):
                 continue
             for name, value in list(state.items()):
-                if isinstance(value, torch.Tensor) and not isinstance(value, Tensor):
+                if isinstance(value, torch.Tensor) and not _is_our(value):
                     wide = value.double() if name == "step" and value.is_floating_point() else value
                     state[name] = wide.to("jax")
-                elif isinstance(value, Tensor):  # from a file, it lies on one device as a whole
+                elif isinstance(value, Tensor) and isinstance(
+                    parameter, Tensor
+                ):  # from a file, it lies on one device as a whole
                     value._store.array = laid_out_like(value._store.array, parameter._store.array)
 
 
@@ -140,7 +147,8 @@ def _plain_gradients(parameters: list[torch.Tensor]) -> Iterator[None]:
     traced = [(p, p.grad) for p in parameters]
     for p, grad in traced:
         assert grad is not None
-        p.grad = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
+        zeros = [torch.zeros((), dtype=part.dtype, device=part.device).expand(part.shape) for part in parts(grad)]
+        p.grad = zeros[0] if isinstance(grad, Tensor) else Form(grad).make(zeros)
     try:
         yield
     finally:

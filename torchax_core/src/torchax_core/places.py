@@ -16,6 +16,7 @@ import jax
 import torch
 
 from torchax_core.tensor import Tensor
+from torchax_core.wrapped import is_wrapper
 
 __all__ = ["ABSENT", "LIBRARIES", "Place", "Places", "is_users", "may_open", "reachable", "set_items", "slots_of"]
 
@@ -125,7 +126,7 @@ class Places:
     """What was found: tensors by the name of their place; numbers; and all that the containers held."""
 
     def __init__(self) -> None:
-        self.tensors: dict[tuple[Any, ...], tuple[Place, Tensor]] = {}
+        self.tensors: dict[tuple[Any, ...], tuple[Place, torch.Tensor]] = {}
         self.numbers: list[tuple[Place, int | float]] = []
         self.lists: dict[int, tuple[Any, list[Any]]] = {}
         self.elsewhere: list[tuple[torch.Tensor, int]] = []  # tensors of other devices, and their versions
@@ -275,7 +276,11 @@ class Places:
                 if kind is dict and key.__class__ is str and key[:1] != "_":
                     self.numbers.append((Place(container, key, kind), item))
             elif isinstance(item, torch.Tensor):
-                self.elsewhere.append((item, item._version))
+                if is_wrapper(item):
+                    place = Place(container, key, kind)
+                    self.tensors[place.name] = (place, item)
+                else:
+                    self.elsewhere.append((item, item._version))
             elif not isinstance(item, _LEAVES) or (isinstance(item, type) and is_users(item)):
                 place = Place(container, key, kind)
                 self._parents.setdefault(id(item), (parent, place))

@@ -39,8 +39,9 @@ from torchax_core.scopes import naming_modules
 from torchax_core.shardings import resolve, spread_prefix
 from torchax_core.spanning import axis_env, span_of
 from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor, write_all
-from torchax_core.trace import Trace, get_grad, promote_placeholders, watching_grads
+from torchax_core.trace import Trace, get_grad, promote_placeholders, set_grad, watching_grads
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
+from torchax_core.wrapped import Form, guard, parts
 
 if TYPE_CHECKING:
     from torchax_core.jit import JittedFunction
@@ -137,11 +138,12 @@ class Program:
         self.carriers = Carriers(owner.name)
         roots = [owner.fn, *(leaf for leaf in call.leaves if not isinstance(leaf, _PLAIN))]
         self.rebinding = Rebinding(roots, owner.habits)
-        self._trace(call.leaves)
+        self._trace(call)
 
     # -- tracing ---------------------------------------------------------------------------------
 
-    def _trace(self, leaves: list[Any]) -> None:
+    def _trace(self, call: Call) -> None:
+        leaves = call.leaves
         self.argument_places = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, jax.Array)) and i not in self.fixed
         ]
@@ -150,7 +152,7 @@ class Program:
         random = self.environment.random
 
         def traced(key: Any, count: Any, *tracers: Any) -> list[Any]:
-            return self._run_function(leaves, key, count, tracers)
+            return self._run_function(call, key, count, tracers)
 
         jaxpr = jax.make_jaxpr(traced, axis_env=axis_env())(random.key, np.uint32(random.count & 0xFFFF_FFFF), *arrays)
         trace = self.trace
@@ -163,6 +165,9 @@ class Program:
                 "gradients torch knows and jax does not. Call `backward` inside, or the function under torch.no_grad()."
             )
         self.gradients_matter = self.gradients_matter or self.wants_grad
+        if trace.wrappers:
+            read = guard([wrapper for wrapper, _ in trace.wrappers.values()], self.gradients_matter)
+            trace.guards.append(("what DTensors are made of", read, read()))
         self.guards = Guards(
             self._tensors,
             trace.outside - {id(leaf) for leaf in leaves},
@@ -174,7 +179,8 @@ class Program:
         )
         self.rebinding.compile(self.guards.containers, trace.modules.values(), trace.reads.codes())
 
-    def _run_function(self, leaves: list[Any], key: Any, count: Any, tracers: Any) -> list[Any]:
+    def _run_function(self, call: Call, key: Any, count: Any, tracers: Any) -> list[Any]:
+        leaves = call.leaves
         trace = self.trace = Trace(self.environment, key, count)
         inner = list(leaves)
         stores: dict[int, Storage] = {}
@@ -195,9 +201,7 @@ class Program:
         before = (active.trace, active.kernels)
         active.trace = trace
         active.kernels = trace.kernels(self.environment)
-        hook = torch.nn.modules.module.register_module_forward_pre_hook(
-            lambda module, args: trace.modules.update({id(module): module})
-        )
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: trace.module_met(module))
         objects: list[Any] = []
         succeeded = False
         try:
@@ -210,7 +214,10 @@ class Program:
                 torch.autograd.set_multithreading_enabled(False),
                 _as_written(),
             ):
-                tree = unflatten(self.structure, iter(inner), objects)
+                state = {id(leaves[i]) for i in self.fixed}
+                wrappers = [(parts(o)[0], o) for o in call.objects if isinstance(o, torch.Tensor)]
+                known = {id(part): wrapper for part, wrapper in wrappers if id(part) in state}
+                tree = unflatten(self.structure, iter(inner), objects, known)
                 args, kwargs = tree if self.owner.static is None else self.owner.static.unmark(tree)
                 result = [self.owner.fn(*args, **kwargs)]
                 del args, kwargs
@@ -220,7 +227,12 @@ class Program:
                     for place in placeholders
                     if inner[place].is_leaf and inner[place].grad is not None
                 ]
-            outputs = self._collect(trace, result, tree, inner, objects, placeholders, argument_grads)
+                wrapper_grads = [
+                    (number, made.grad)
+                    for number, (made, given) in enumerate(zip(objects, call.objects, strict=True))
+                    if isinstance(made, torch.Tensor) and made is not given and made.is_leaf and made.grad is not None
+                ]
+            outputs = self._collect(trace, result, tree, inner, objects, placeholders, (argument_grads, wrapper_grads))
             succeeded = True
             return outputs
         finally:
@@ -243,7 +255,7 @@ class Program:
         inner: list[Any],
         objects: list[Any],
         placeholders: dict[int, tuple[Storage, Any]],
-        argument_grads: list[Any],
+        argument_grads: tuple[list[Any], list[Any]],
     ) -> list[Any]:
         """The program's outputs: results, new values of what was written, gradients, and what was made and kept."""
         outputs: list[Any] = []
@@ -254,6 +266,9 @@ class Program:
                 places[id(array)] = len(outputs)
                 outputs.append(array)
             return places[id(array)]
+
+        def wrapped(tensor: torch.Tensor) -> list[tuple[int, Aval]]:
+            return [(out(p._array()), Aval.of(p.shape, _dense(p), p.dtype)) for p in parts(tensor)]
 
         # What was written comes first, in the order of the inputs: jax gives a donated input's memory to the first output of
         # its shape, and only where that is the same tensor's new value can XLA write it in place, without copies.
@@ -272,12 +287,18 @@ class Program:
             if grad is not initial:
                 self.wants_grad = False
                 grads.append((tensor, grad))
+        self._grad_guards = trace.grad_guards()
         for tensor, grad in grads:
             if grad is None:
                 self.gradients.cleared.append(tensor)
+            elif not isinstance(grad, Tensor):
+                self.gradients.add_wrapped(tensor, Form(grad), wrapped(grad))
+                set_grad(tensor, trace.grads[id(tensor)][1])
             elif is_traced(grad._store.array):
                 self.gradients.add(tensor, grad, out(grad._array()))
-        self.argument_grads = [(place, out(grad._array()), grad._aval) for place, grad in argument_grads]
+        del grads
+        self.argument_grads = [(place, out(grad._array()), grad._aval) for place, grad in argument_grads[0]]
+        self.wrapper_grads = [(number, Form(grad), wrapped(grad)) for number, grad in argument_grads[1]]
         survivors = trace.survivors()
         held = self.gradients.store_ids()
         if any(id(s) not in held for s in survivors):
@@ -289,12 +310,7 @@ class Program:
                 self.born.append((weakref.ref(store), out(store.array)))
         history = self._note_places(trace, inner, bool(survivors), out)
         self.wants_grad = self.wants_grad or (history and not trace.backward_ran)
-        self._grad_guards = trace.grad_guards()
-        self.gradients.read = [
-            (tensor, grad)
-            for tensor, grad in trace.grads.values()
-            if isinstance(grad, Tensor) and id(grad._store) in trace.lifted
-        ]
+        self.gradients.read = [(tensor, grad) for tensor, grad in trace.grads.values() if trace.is_state(grad)]
         self.captured = [entry.store for entry in trace.lifted.values()]
         self.captured_ids = frozenset(map(id, self.captured))
         self._tensors = [
@@ -317,14 +333,22 @@ class Program:
         # taken out of its list, so that no other frame holds the result, and nothing does after this
         tree = result.pop()
         flat: list[Any] = []
-        self.result_structure = flatten(
-            tree, flat, opens=lambda value, parent: id(value) not in given and made_inside(value, parent)
-        )
+        wants_grad = False
+
+        def opens(value: Any, parent: Any) -> bool:
+            nonlocal wants_grad
+            if id(value) in given or not made_inside(value, parent):
+                return False
+            if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+                wants_grad = True
+                trace.torch_only.add(f"what makes a {type(value).__name__} that wants gradients")
+            return True
+
+        self.result_structure = flatten(tree, flat, opens=opens)
         shardings: list[Any] = [None] * len(flat)
         if self.out_shardings is not None:
             shardings = spread_prefix(self.out_shardings, tree, f"jit({self.owner.name}): out_shardings")
         del tree
-        wants_grad = False
         self.results: list[Any] = []
         for leaf, sharding in zip(flat, shardings, strict=True):
             if isinstance(leaf, Tensor):
@@ -370,7 +394,9 @@ class Program:
             history = history or (tensor.requires_grad and not tensor.is_leaf)
             return Output(out(tensor._array()), tensor, Aval.of(tensor.shape, _dense(tensor), tensor.dtype))
 
-        def captured(tensor: Tensor) -> bool:
+        def captured(tensor: torch.Tensor) -> bool:
+            if not isinstance(tensor, Tensor):
+                return id(tensor) in trace.wrappers
             met = id(tensor) in trace.tensors and id(tensor) not in trace.aliases
             return met and id(tensor._store) in trace.lifted
 
@@ -384,9 +410,10 @@ class Program:
             warnings.warn(f"jit({self.owner.name}): {what}", stacklevel=2)
         return history
 
-    def captures(self, tensor: Tensor) -> bool:
-        """Whether the tensor is an input of the program."""
-        return any(t is tensor for t, _, _ in self.guards.tensors)
+    def captures(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is an input of the program; of a DTensor, its parts."""
+        found = {id(part) for part in parts(tensor)}
+        return any(id(t) in found for t, _, _ in self.guards.tensors)
 
     # -- compiling -------------------------------------------------------------------------------
 
@@ -439,7 +466,7 @@ class Program:
     def failed_guard(self, leaves: list[Any]) -> str:
         """Empty if the program may run on these arguments; else what changed since it was traced."""
         if self.rebinding.sources or self.rebinding.effects:
-            failed = self.rebinding.follow(lambda old, new: self._replace([(old, new)]))
+            failed = self.rebinding.follow(self._replace)
             if failed:
                 return failed
         if self.gradients.read:
@@ -518,6 +545,9 @@ class Program:
                 for part in parts
             ]
             update(call.tree, unflatten(structure, iter(values)))
+        for number, form, outs in self.wrapper_grads:
+            given, grad = call.objects[number], form.make([_made(outputs[at], aval) for at, aval in outs])
+            given.grad = grad if given.grad is None else given.grad + grad
         if call.objects:
             results = [call.objects[r.number] if r.__class__ is _Given else r for r in results]
         return unflatten(self.result_structure, iter(results))
@@ -642,6 +672,10 @@ def _equal(some: list[Any], others: list[Any]) -> bool:
         a is b or (a.shape == b.shape and a.dtype == b.dtype and a.size <= 16 and np.array_equal(a, b))
         for a, b in zip(some, others, strict=True)
     )
+
+
+def _made(output: Any, aval: Aval) -> Tensor:
+    return output.detach() if isinstance(output, Tensor) else make_tensor(output, aval)
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:

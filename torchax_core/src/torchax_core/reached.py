@@ -25,6 +25,7 @@ import torch
 from torchax_core.places import ABSENT, is_users, may_open, slots_of
 from torchax_core.reads import Names, code_of, is_library
 from torchax_core.tensor import Tensor
+from torchax_core.wrapped import is_wrapper
 
 __all__ = ["CLASS", "DICT", "GETTER", "PLAIN", "Reached", "Row", "look"]
 
@@ -117,7 +118,7 @@ class _Walk:
             return
         name = (*path, _plain_key(key))
         if isinstance(value, torch.Tensor):
-            if not read:
+            if not read or is_wrapper(value):
                 return
             self._elsewhere(value, name)
         plain = value.__class__ in PLAIN
@@ -257,7 +258,7 @@ class _Walk:
             self.found.open.append(attributes)
             for what in ("_parameters", "_buffers"):
                 for name, tensor in attributes[what].items():
-                    if tensor is not None and not isinstance(tensor, Tensor):
+                    if tensor is not None and not isinstance(tensor, Tensor) and not is_wrapper(tensor):
                         self._elsewhere(tensor, (*path, name))
             for what in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
                 self._queue += [(hook, (*path, what, i), True) for i, hook in enumerate(attributes[what].values())]

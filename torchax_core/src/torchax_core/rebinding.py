@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from torchax_core.arguments import flatten, unflatten
+from torchax_core.arguments import flatten, opened, unflatten
 from torchax_core.convert import is_traced
 from torchax_core.places import ABSENT, Place, reachable, set_items
 from torchax_core.reached import look
 from torchax_core.reads import Names
 from torchax_core.tensor import Aval, Tensor, make_tensor
 from torchax_core.values import ChangedValue, Values
+from torchax_core.wrapped import like, parts
 
 __all__ = ["Output", "Rebinding"]
 
@@ -53,12 +54,12 @@ class Output:
 class _Source:
     """A tensor that a place held when the function was called."""
 
-    __slots__ = ("aval", "captured", "current", "kind", "number", "place", "wants")
+    __slots__ = ("captured", "current", "like", "number", "place")
 
-    def __init__(self, place: Place, tensor: Tensor, number: int) -> None:
+    def __init__(self, place: Place, tensor: torch.Tensor, number: int) -> None:
         self.place = place
         self.current = tensor
-        self.aval, self.kind, self.wants = tensor._aval, tensor.__class__, tensor.requires_grad
+        self.like = like(tensor)
         self.number = number
         self.captured = False
 
@@ -79,13 +80,13 @@ class Habits:
         self.read: set[Any] = set()
         self.unread: set[Any] = set()
 
-    def learn(self, changes: Changes, captured: Callable[[Tensor], bool], same: bool) -> None:
+    def learn(self, changes: Changes, captured: Callable[[torch.Tensor], bool], same: bool) -> None:
         """From what made a program unfit. captured: what the new program has for inputs; same: whether it is that program."""
         if same:
             self.unread |= {value.name for value in changes.values if not value.read}
         for place, old in changes.tensors:
             now = place.read()
-            if isinstance(now, Tensor) and captured(now):
+            if isinstance(now, torch.Tensor) and captured(now):
                 self.read.add(place.name)
             elif captured(old):
                 self.unread.add(place.name)
@@ -95,7 +96,7 @@ class Changes:
     """Why programs did not fit: places that held other tensors, and values that were others."""
 
     def __init__(self) -> None:
-        self.tensors: list[tuple[Place, Tensor]] = []
+        self.tensors: list[tuple[Place, torch.Tensor]] = []
         self.values: list[ChangedValue] = []
 
     def add(self, rebinding: Rebinding) -> None:
@@ -113,7 +114,7 @@ class Rebinding:
         self.before = reachable(self.roots)
         self.sources: list[_Source] = []
         self.effects: list[tuple[Place, Any, Any, list[Any]]] = []  # place, what was there, structure, leaves
-        self.guarded: list[tuple[Place, Tensor]] = []
+        self.guarded: list[tuple[Place, torch.Tensor]] = []
 
     # -- when traced -----------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class Rebinding:
             return f"a tensor on {tensor.device} of shape {tuple(tensor.shape)}"
         return ""
 
-    def note(self, arguments: dict[int, int], captured: Callable[[Tensor], bool], kept: bool, out: Any) -> None:
+    def note(self, arguments: dict[int, int], captured: Callable[[torch.Tensor], bool], kept: bool, out: Any) -> None:
         """Compare with what was.
 
         arguments: the position among the leaves, by identity of the tensor that stood for it.
@@ -168,12 +169,12 @@ class Rebinding:
                 else:
                     self.guarded.append((place, tensor))
 
-    def _sources(self, changed: dict[Any, Place], captured: Callable[[Tensor], bool]) -> None:
+    def _sources(self, changed: dict[Any, Place], captured: Callable[[torch.Tensor], bool]) -> None:
         for place, tensor in self.before.tensors.values():
             if place.root().name in changed:
                 self._add_source(place, tensor, captured)
 
-    def _add_source(self, place: Place, tensor: Tensor, captured: Callable[[Tensor], bool]) -> None:
+    def _add_source(self, place: Place, tensor: torch.Tensor, captured: Callable[[torch.Tensor], bool]) -> None:
         source = _Source(place, tensor, len(self.sources))
         source.captured = captured(tensor)
         self.sources.append(source)
@@ -183,16 +184,21 @@ class Rebinding:
         value: Any,
         known: dict[int, _Source],
         arguments: dict[int, int],
-        captured: Callable[[Tensor], bool],
+        captured: Callable[[torch.Tensor], bool],
         out: Any,
     ) -> tuple[Any, list[Any]]:
+        def opens(value: Any, parent: Any) -> bool:  # a DTensor that was there before stays what it is
+            return opened(value) and not (isinstance(value, torch.Tensor) and (id(value) in known or captured(value)))
+
         leaves: list[Any] = []
-        structure = flatten(value, leaves)
+        structure = flatten(value, leaves, None, opens)
         for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, torch.Tensor):
                 continue
             if id(leaf) in known:
                 leaves[i] = known[id(leaf)]
+            elif not isinstance(leaf, Tensor):
+                continue
             elif id(leaf) in arguments:
                 leaves[i] = _Argument(arguments[id(leaf)])
             elif is_traced(leaf._store.array) and not captured(leaf):  # state stays the tensor that it is
@@ -211,7 +217,7 @@ class Rebinding:
         """Put back what was there before a trace that failed."""
         before, after = self.before.tensors, reachable(self.roots).tensors
         for name, (place, tensor) in after.items():
-            if name not in before and is_traced(tensor._store.array) and place.kind is dict:
+            if name not in before and place.kind is dict and _traced(tensor):
                 place.write(ABSENT)
         for place, tensor in before.values():
             if place.read() is not tensor:
@@ -271,7 +277,7 @@ class Rebinding:
                 return f"a {type(container).__name__} with state had {count} items, and has {len(container)} now"
         return ""
 
-    def moved(self) -> list[tuple[Place, Tensor]]:
+    def moved(self) -> list[tuple[Place, torch.Tensor]]:
         """Those that do not, and what they held."""
         return [(place, tensor) for place, tensor in self.guarded if place.read() is not tensor]
 
@@ -279,8 +285,8 @@ class Rebinding:
         """The identities of the tensors that the places hold."""
         return {id(tensor) for _, tensor in self.guarded} | {id(source.current) for source in self.sources}
 
-    def follow(self, replace: Callable[[Tensor, Tensor], bool]) -> str:
-        """Take up the tensors that the sources hold now: `replace(old, new)`; in words, what makes that impossible."""
+    def follow(self, replace: Callable[[list[tuple[Tensor, Tensor]]], bool]) -> str:
+        """Take up the tensors that the sources hold now: `replace` old ones by new ones; in words, what makes that impossible."""
         for place, value, _, _ in self.effects:
             if not any(isinstance(leaf, Tensor) for leaf in _leaves(value)) and not _like(place.read(), value):
                 return f"{place} held {_short(value)}, and holds {_short(place.read())} now"
@@ -291,18 +297,14 @@ class Rebinding:
                 return f"{source.place} held what another place holds, too, and does no more"
             if tensor is old:
                 continue
-            if (
-                tensor.__class__ is not source.kind
-                or tensor._aval is not source.aval
-                or tensor.requires_grad is not source.wants
-                or is_traced(tensor._store.array)
-            ):
-                return f"{source.place} held {source.aval}, and holds {_short(tensor)} now"
-        done: dict[int, Tensor] = {}
+            if like(tensor) != source.like or _traced(tensor):
+                return f"{source.place} held {_short(old)}, and holds {_short(tensor)} now"
+        done: dict[int, torch.Tensor] = {}
         for source in self.sources:
             tensor, old = source.place.read(), source.current
             if tensor is not old:
-                if source.captured and id(old) not in done and not replace(old, tensor):
+                pairs = [*zip(parts(old), parts(tensor), strict=True)]
+                if source.captured and id(old) not in done and not replace(pairs):
                     return f"{source.place} holds a tensor that is state of the function in some other way, too"
                 source.current, done[id(old)] = tensor, old
         return ""
@@ -310,7 +312,7 @@ class Rebinding:
     def write(self, outputs: Any, leaves: list[Any]) -> None:
         """Do to the places what the function did."""
         held = [source.current for source in self.sources]
-        for place, _, structure, parts in self.effects:
+        for place, _, structure, leaves_then in self.effects:
             values = [
                 part.make(outputs[part.at])
                 if part.__class__ is Output
@@ -319,9 +321,13 @@ class Rebinding:
                 else leaves[part.leaf]
                 if part.__class__ is _Argument
                 else part
-                for part in parts
+                for part in leaves_then
             ]
             place.write(unflatten(structure, iter(values)))
+
+
+def _traced(tensor: torch.Tensor) -> bool:
+    return any(is_traced(part._store.array) for part in parts(tensor))
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -337,4 +343,6 @@ def _like(now: Any, before: Any) -> bool:
 def _short(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value._aval}{', requires grad' if value.requires_grad else ''}"
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     return " ".join(repr(value).split())[:60]

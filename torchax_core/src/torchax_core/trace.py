@@ -28,6 +28,7 @@ from torchax_core.reads import Reads
 from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Storage, Tensor, active, tensors_among
 from torchax_core.view import View, ViewReads, read_views
+from torchax_core.wrapped import is_wrapper, parts
 
 __all__ = ["Lifted", "Trace", "get_grad", "promote_placeholders", "set_grad", "watching_grads"]
 
@@ -79,11 +80,45 @@ class _WatchedRequiresGrad:
         torch.Tensor.requires_grad.__set__(tensor, value)  # type: ignore[attr-defined]
 
 
+class _WatchedPart:
+    """A slot of a wrapper's class that holds a part, while a trace is under way anywhere: the thread's trace is told of reads,
+    which come before every op, C++'s too."""
+
+    def __init__(self, slot: Any) -> None:
+        self.slot = slot
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        if wrapper is None:
+            return self
+        part = self.slot.__get__(wrapper, owner)
+        if active.trace is not None:
+            active.trace.wrapper_met(wrapper, part)
+        return part
+
+    def __set__(self, wrapper: Any, part: Any) -> None:
+        self.slot.__set__(wrapper, part)
+
+
+def _backward(tensor: Any, *args: Any, **kwargs: Any) -> None:
+    """torch.Tensor.backward of a DTensor; a trace is told."""
+    if active.trace is not None:
+        active.trace.backward_ran = True
+    torch.Tensor.backward(tensor, *args, **kwargs)
+
+
 @SharedPatches
 def watching_grads(stack: contextlib.ExitStack) -> None:
-    """Tell traces of reads and writes of `.grad`, and reads of `.requires_grad`, from Python."""
-    patch(stack, Tensor, "grad", _WatchedGrad())
-    patch(stack, Tensor, "requires_grad", _WatchedRequiresGrad())
+    """Tell traces of reads and writes of `.grad`, and reads of `.requires_grad`, from Python; and of DTensors."""
+    kinds: list[Any] = [Tensor]
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor
+
+        kinds.append(DTensor)
+        patch(stack, DTensor, "_local_tensor", _WatchedPart(vars(DTensor)["_local_tensor"]))
+        patch(stack, DTensor, "backward", _backward)
+    for kind in kinds:
+        patch(stack, kind, "grad", _WatchedGrad())
+        patch(stack, kind, "requires_grad", _WatchedRequiresGrad())
 
 
 class Lifted:
@@ -157,7 +192,8 @@ class Trace:
         self.outside: set[int] = set()  # the tensors by which storages were met first, by identity
         self.tensors: dict[int, tuple[Tensor, Storage]] = {}
         self.aliases: set[int] = set()  # tensors over lifted storages that were made inside, by identity
-        self.grads: dict[int, tuple[Tensor, Any]] = {}
+        self.wrappers: dict[int, tuple[torch.Tensor, list[Tensor]]] = {}  # DTensors met, and their parts (wrapped.py)
+        self.grads: dict[int, tuple[torch.Tensor, Any]] = {}
         self.reset_grads: set[int] = set()
         self._met_grads: set[int] = set()
         self.modules: dict[int, torch.nn.Module] = {}
@@ -216,6 +252,26 @@ class Trace:
             self.tensors[id(tensor)] = (tensor, store)
             self._note_grad(tensor)
 
+    def wrapper_met(self, wrapper: torch.Tensor, part: Any) -> None:
+        """A DTensor is used, or another tensor made of ours: if it was there before the trace, it is state, as its parts are."""
+        if id(wrapper) in self.wrappers or not isinstance(part, Tensor):
+            return
+        key = id(part._store)
+        if id(part) in self.aliases or key in self._born_ids or key in self.arguments or part._store in self._given:
+            return  # made inside, or an argument
+        found = self.wrappers[id(wrapper)] = (wrapper, [])  # before its parts are read, which comes by here
+        found[1].extend(parts(wrapper))
+        for inner in found[1]:
+            self.lift(inner)
+        self._note_grad(wrapper)
+
+    def module_met(self, module: torch.nn.Module) -> None:
+        """A module runs."""
+        self.modules[id(module)] = module
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, Tensor) and is_wrapper(parameter):
+                self.wrapper_met(parameter, parts(parameter)[0])
+
     def cut_unwanted(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a call, as those see them that will differentiate the program (cuts.py)."""
         if not self.watched or not torch.is_grad_enabled():
@@ -226,29 +282,29 @@ class Trace:
 
         return cut_unwanted(args, captured), kwargs and cut_unwanted(kwargs, captured)
 
-    def _note_grad(self, tensor: Tensor) -> None:
-        """Keep what `.grad` was before the trace, to put it back."""
-        if id(tensor) not in self.grads and _get_requires_grad(tensor) and tensor.is_leaf:
+    def _note_grad(self, tensor: torch.Tensor, met: bool = False) -> None:
+        """Keep what `.grad` was before the trace, to put it back. met: the code has looked at it."""
+        if id(tensor) not in self.grads and (met or _get_requires_grad(tensor)) and tensor.is_leaf:
             self.grads[id(tensor)] = (tensor, get_grad(tensor))
 
-    def grad_met(self, tensor: Tensor) -> None:
+    def grad_met(self, tensor: torch.Tensor) -> None:
         """`tensor.grad` is read or set by the code: if it is the one from before the trace, the program depends on it."""
-        self._note_grad(tensor)
+        self._note_grad(tensor, met=True)
         if not self.grad_was_used(tensor) and id(tensor) not in self.reset_grads:
             self._met_grads.add(id(tensor))
 
-    def grad_guards(self) -> list[tuple[Tensor, bool]]:
+    def grad_guards(self) -> list[tuple[torch.Tensor, bool]]:
         """Tensors whose `.grad` from before the program the code has looked at or added to, and whether it was None."""
         return [
             (tensor, initial is None)
             for key, (tensor, initial) in self.grads.items()
             if key not in self.reset_grads
-            and (
-                key in self._met_grads
-                or get_grad(tensor) is not initial
-                or (isinstance(initial, Tensor) and id(initial._store) in self.lifted)
-            )
+            and (key in self._met_grads or get_grad(tensor) is not initial or self.is_state(initial))
         ]
+
+    def is_state(self, grad: torch.Tensor | None) -> bool:
+        """Whether a gradient from before the trace is an input of the program."""
+        return grad is not None and any(id(part._store) in self.lifted for part in parts(grad))
 
     def host_input(self, read: Callable[[], Any]) -> Any:
         """A traced array for a value read from the host (a learning rate, a generator's draw) before every call."""
@@ -329,11 +385,11 @@ class Trace:
 
     def release(self) -> None:
         """Hold none of the tensors any longer: when they are gone from the program's user, they are to be gone."""
-        for held in (self.lifted, self.tensors, self.grads, self.modules):
+        for held in (self.lifted, self.tensors, self.wrappers, self.grads, self.modules):
             held.clear()  # type: ignore[attr-defined]
         self.view_reads, self.known = ViewReads(), KnownValues(lambda store: False)
 
-    def grad_was_used(self, tensor: Tensor) -> bool:
+    def grad_was_used(self, tensor: torch.Tensor) -> bool:
         """Whether a gradient was accumulated into `tensor.grad`, or it was read, before now."""
         known = self.grads.get(id(tensor))
         return known is not None and get_grad(tensor) is not known[1]
