@@ -81,6 +81,7 @@ class JittedFunction:
         self.out_shardings = out_shardings
         self.compilations: list[Compilation] = []
         self.habits = Habits()
+        self.shares_counts = True  # an optimizer's, until they come apart inside
         self._programs: dict[Any, list[Program]] = {}
         self._last_key: Any = None
         self.calls = 0  # of a program of its own

@@ -140,11 +140,15 @@ class _Entry:
 
     __slots__ = ("avals", "body", "draws", "formless", "made", "run", "single", "structure", "wide", "wrap")
 
-    def __init__(self, body: Callable[..., Any], avals: list[Any], structure: Any, draws: bool, wide: bool) -> None:
+    def __init__(
+        self, body: Callable[..., Any], avals: list[Any], structure: Any, draws: bool, wide: bool, lists: bool
+    ) -> None:
         self.draws = draws  # two more arrays: a random key and a count
         self.body = body
         self.wide = wide
         self.run = self.compiled(body)
+        if lists:
+            self.run = self._seeing_shared(self.run)
         self.avals = avals  # an Aval, None, or a list of avals, per result of the op
         self.structure = structure
         self.single: Any = avals[0] if len(avals) == 1 and isinstance(avals[0], Aval) else None
@@ -167,6 +171,24 @@ class _Entry:
                 return run(*arrays)
 
         return run_wide
+
+    def _seeing_shared(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`; in a trace where storages share arrays (shared_counts.py), of a body that is given one for those that are
+        the same, so that it computes once what follows from them."""
+        made, body = {}, self.body
+
+        def run_lists(*arrays: Any) -> Any:
+            if active.trace is None or not active.trace.shared_counts:
+                return run(*arrays)
+            places: dict[int, int] = {}
+            which = tuple(places.setdefault(id(array), len(places)) for array in arrays)
+            if len(places) == len(which):
+                return run(*arrays)
+            if which not in made:
+                made[which] = self.compiled(lambda *few: body(*map(few.__getitem__, which)))
+            return made[which](*{id(array): array for array in arrays}.values())
+
+        return run_lists
 
 
 def _declined(*arrays: Any) -> Any:
@@ -385,7 +407,7 @@ class LoweringKernel:
         tensors = [m.dtype for m in leaves_of(list(metas.values())) if isinstance(m, torch.Tensor)]
         results = [a.dtype for a in _flat_avals(avals) if a is not None]
         wide = draws or not tensors or any(d in _WIDE for d in tensors + results)
-        return _Entry(body, avals, _structure(self.schema), draws, wide)
+        return _Entry(body, avals, _structure(self.schema), draws, wide, TENSORS in self.kinds)
 
     def _drawing(
         self, bound: dict[str, Any], metas: dict[str, Any], arrays: list[Any]

@@ -23,11 +23,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torchax_core.convert import scalar_array
 from torchax_core.filling import Filling
 from torchax_core.placement import laid_out_like
+from torchax_core.shared_counts import share_equal
 from torchax_core.shared_patches import SharedPatches, patch
-from torchax_core.tensor import Tensor, active, wrap_array
+from torchax_core.tensor import Storage, Tensor, active, wrap_array
 from torchax_core.wrapped import Form, is_wrapper, parts
 
-__all__ = ["tracing_optimizers"]
+__all__ = ["make_state", "tracing_optimizers"]
 
 # Their plain form branches on numbers that it computes from the step count.
 _BRANCHING = (torch.optim.ASGD, torch.optim.RAdam, torch.optim.Adamax)
@@ -72,7 +73,11 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     trace = active.trace
     if trace is None or not _is_ours(optimizer):
         return
-    _make_state(optimizer, trace)
+    under_way = optimizer.__dict__.setdefault("_torchax_steps", 0)
+    optimizer.__dict__["_torchax_steps"] = under_way + 1
+    if under_way:  # a derived class's step has called its base's
+        return
+    make_state(optimizer, trace)
     changed = optimizer.__dict__.setdefault("_torchax_settings", [])
     for number, group in enumerate(optimizer.param_groups):
         _guard_settings(trace, optimizer, number, group)
@@ -82,17 +87,28 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             trace.note(group["lr"])
             changed.append((group, "lr", lr))
         # the plain foreach forms take no `lr` on the device, or pass lists of tensors on as if they were numbers
-        if group.get("capturable") is False and (group.get("foreach") or isinstance(optimizer, _BRANCHING)):
+        if group.get("capturable") is False and (
+            group.get("foreach", False) is not False or isinstance(optimizer, _BRANCHING)
+        ):
             group["capturable"] = True
             changed.append((group, "capturable", False))
     if not optimizer.__dict__.setdefault("_torchax_compiling", False):
         _saying_compiling.__enter__()
         optimizer.__dict__["_torchax_compiling"] = True
-    trace.cleanups.append(lambda: _after(optimizer, (), {}))
+    trace.cleanups.append(lambda: _restore(optimizer))
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    steps = optimizer.__dict__.get("_torchax_steps", 1) - 1
+    if steps:
+        optimizer.__dict__["_torchax_steps"] = steps
+    else:
+        _restore(optimizer)
+
+
+def _restore(optimizer: Optimizer) -> None:
     state = optimizer.__dict__
+    state.pop("_torchax_steps", None)
     if state.pop("_torchax_compiling", False):
         _saying_compiling.__exit__()
     for group, name, value in state.pop("_torchax_settings", ()):
@@ -107,7 +123,8 @@ def _is_our(parameter: Any) -> bool:
     return isinstance(parameter, Tensor) or is_wrapper(parameter)
 
 
-def _make_state(optimizer: Optimizer, trace: Any) -> None:
+def make_state(optimizer: Optimizer, trace: Any) -> None:
+    """Have the optimizer's state exist, on the device, before the trace meets it; equal step counts as one array."""
     init = getattr(optimizer, "_init_group", None)
     with trace.suspended():
         if init is not None:
@@ -128,6 +145,24 @@ def _make_state(optimizer: Optimizer, trace: Any) -> None:
                     parameter, Tensor
                 ):  # from a file, it lies on one device as a whole
                     value._store.array = laid_out_like(value._store.array, parameter._store.array)
+        if trace.shares_counts:
+            for stores in _counts(optimizer, trace).values():
+                trace.shared_counts.update((id(array), None) for array in share_equal(stores))
+
+
+def _counts(optimizer: Optimizer, trace: Any) -> dict[str, list[Storage]]:
+    """By name, the storages of the numbers (step counts) that the optimizer has for each parameter and updates all at once;
+    of those that the trace has not met yet."""
+    counts: dict[str, list[Storage]] = {}
+    for group in optimizer.param_groups:
+        at_once = group.get("foreach", False) is not False or group.get("fused")
+        if not at_once or group.get("differentiable"):
+            continue
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if value.__class__ is Tensor and value.dim() == 0 and id(value._store) not in trace.lifted:
+                    counts.setdefault(name, []).append(value._store)
+    return counts
 
 
 @contextlib.contextmanager

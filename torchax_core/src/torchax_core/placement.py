@@ -101,9 +101,13 @@ def spread(stores: list[Any], others: list[Any]) -> None:
     if sharding is None:
         return
     everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.P())
+    moved: dict[int, tuple[Any, Any]] = {}  # an array that several storages hold stays one
     for store in stores:
-        if not store.array.committed:
-            store.array = _put(store.array, everywhere)
+        array = store.array
+        if not array.committed:
+            if id(array) not in moved:
+                moved[id(array)] = (array, _put(array, everywhere))
+            store.array = moved[id(array)][1]
 
 
 def automatic_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:

@@ -37,6 +37,7 @@ from torchax_core.rebinding import Output, Rebinding
 from torchax_core.scaling import tracing_scalers
 from torchax_core.scopes import naming_modules
 from torchax_core.shardings import resolve, spread_prefix
+from torchax_core.shared_counts import SharedCounts
 from torchax_core.spanning import axis_env, span_of
 from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor, write_all
 from torchax_core.trace import Trace, get_grad, promote_placeholders, set_grad, watching_grads
@@ -57,7 +58,8 @@ def _as_written() -> Any:
 
 def traced(owner: JittedFunction, call: Call, environment: Any) -> Program:
     """A traced program. Arguments that turn out to be state as well, or views that share a storage with another argument,
-    have no input of their own: they are found, and it is traced again with them as state."""
+    have no input of their own: they are found, and it is traced again with them as state. Likewise step counts that are one
+    input (shared_counts.py), if the function makes different numbers of them."""
     leaves = call.leaves
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     shares = collections.Counter(id(t._store) for t in tensors.values())
@@ -66,8 +68,9 @@ def traced(owner: JittedFunction, call: Call, environment: Any) -> Program:
     while True:
         program = Program(owner, call, environment, fixed)
         found = program.also_state(leaves)
-        if not found:
+        if not found and not program.counts_part:
             return program
+        owner.shares_counts = owner.shares_counts and not program.counts_part
         fixed = {**fixed, **found}
 
 
@@ -182,6 +185,7 @@ class Program:
     def _run_function(self, call: Call, key: Any, count: Any, tracers: Any) -> list[Any]:
         leaves = call.leaves
         trace = self.trace = Trace(self.environment, key, count)
+        trace.shares_counts = self.owner.shares_counts
         inner = list(leaves)
         stores: dict[int, Storage] = {}
         placeholders: dict[int, tuple[Storage, Any]] = {}
@@ -319,8 +323,18 @@ class Program:
             if id(store) in trace.lifted and id(tensor) not in trace.aliases
         ]
         self.hosts = [read for read, _ in trace.host_inputs]
+        holders: dict[int, list[Storage]] = {}
+        for entry in trace.lifted.values():
+            holders.setdefault(id(entry.tracer), []).append(entry.store)
+        shared = [stores for stores in holders.values() if len(stores) > 1]
+        self.counts = SharedCounts(shared)
+        self.counts_part = not self.counts.in_one()
         order = sorted(
-            [(entry.tracer, ("store", i)) for i, entry in enumerate(trace.lifted.values())]
+            [
+                (entry.tracer, ("store", i))
+                for i, entry in enumerate(trace.lifted.values())
+                if holders[id(entry.tracer)][0] is entry.store
+            ]
             + [(tracer, ("host", i)) for i, (_, tracer) in enumerate(trace.host_inputs)],
             key=lambda pair: trace.bound[id(pair[0])],
         )
@@ -430,6 +444,10 @@ class Program:
         ]
         self.donates = any(self.donated)
         self.ordered = [self.captured[i] for kind, i in self.input_order if kind == "store"]
+        # of a state array in a call: the storages' references, the list's, getrefcount's argument
+        self.references = [
+            2 + (self.counts.holders(self.captured[i]) if kind == "store" else 1) for kind, i in self.input_order
+        ]
         run = jec.jaxpr_as_fun(self.jaxpr)
         if self.wants_grad:
             self.differentiable = DifferentiableProgram(run, compile=None if self.span is None else self.span.compile)
@@ -474,6 +492,8 @@ class Program:
             if failed:
                 return failed
         holds = not self.also_state(leaves) and self.guards.hold(leaves) and self.rebinding.holds()
+        if holds and self.counts and not self.counts.unite():
+            return "an optimizer's step counts, which were equal, differ now"
         return "" if holds and not self.fixed else self._what_changed(leaves)
 
     def _replace(self, pairs: list[tuple[Tensor, Tensor]]) -> bool:
@@ -494,6 +514,7 @@ class Program:
         self.captured = [stores.get(id(s), s) for s in self.captured]
         self.ordered = [stores.get(id(s), s) for s in self.ordered]
         self.captured_ids = frozenset(map(id, self.captured))
+        self.counts.replace(stores)
         self.writes = [(stores.get(id(target), target), at) for target, at in self.writes]
         for name in ("replaced", "_written"):
             self.__dict__.pop(name, None)
@@ -612,10 +633,9 @@ class Program:
                 aval = self.jaxpr.in_avals[len(inputs) + at]
                 state.insert(at, self.hosts[i]() if runs else jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         if self.donates:
-            # the storage's reference, the list's, getrefcount's argument; any more, and it is needed elsewhere
-            counts = [*map(sys.getrefcount, state)]
-            if max(counts) > 3:
-                for at in [i for i, n in enumerate(counts) if n > 3 and self.donated[i]]:
+            found = [*map(sys.getrefcount, state)]
+            if any(map(operator.gt, found, self.references)):  # needed elsewhere
+                for at in [i for i, n in enumerate(found) if n > self.references[i] and self.donated[i]]:
                     state[at] = jnp.copy(state[at])
         return inputs + state
 

@@ -14,6 +14,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
+from torchax_core.optimizers import make_state
 from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Tensor, active
 
@@ -33,13 +34,19 @@ def _maybe_step(self: GradScaler, optimizer: Any, optimizer_state: dict[str, Any
     if active.trace is None or not found:
         return _original(self, optimizer, optimizer_state, *args, **kwargs)
     skipped = torch.stack([f.reshape(()) for f in found]).sum() > 0
+    make_state(optimizer, active.trace)
     with torch.no_grad():
-        before = {id(t): (t, t.clone()) for t in _tensors_of(optimizer)}
+        before = {id(t): (t, t._store.array, t.clone()) for t in _tensors_of(optimizer)}
         result = optimizer.step(*args, **kwargs)
+        chosen: dict[Any, Any] = {}  # one for all step counts that are one (shared_counts.py)
         for tensor in _tensors_of(optimizer):
-            _, held = before.get(id(tensor), (None, None))
-            # state that the step has made itself starts from nothing
-            tensor.copy_(torch.where(skipped, torch.zeros_like(tensor) if held is None else held, tensor))
+            # state that the step itself has made starts from nothing
+            _, was, old = before.get(id(tensor), (tensor, tensor, torch.zeros_like(tensor)))
+            now = tensor._store.array
+            key = (id(was), id(now)) if tensor.__class__ is Tensor else id(tensor)
+            if key not in chosen:
+                chosen[key] = (now, torch.where(skipped, old, tensor))
+            tensor.copy_(chosen[key][1])
     return result
 
 

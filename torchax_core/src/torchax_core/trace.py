@@ -203,6 +203,8 @@ class Trace:
         self.host_inputs: list[tuple[Callable[[], Any], Any]] = []
         self.guards: list[tuple[str, Callable[[], Any], Any]] = []
         self.cleanups: list[Callable[[], None]] = []
+        self.shares_counts = True  # whether step counts that are equal are to be one input (shared_counts.py)
+        self.shared_counts: dict[int, Any] = {}  # by identity, arrays that several storages hold, and their tracers
         self.groups: set[Any] = set()  # of processes that collectives were traced among (spanning.py)
         self.torch_only: set[str] = set()  # calls that torch differentiates otherwise than jax would
         self.backward_ran = False
@@ -244,7 +246,7 @@ class Trace:
             if is_traced(store.array):
                 self._given.add(store)  # an argument
                 return
-            entry = Lifted(store, self._placeholder(jax.typeof(store.array)))
+            entry = Lifted(store, self._input_of(store.array))
             self.lifted[id(store)] = entry
             self.outside.add(id(tensor))
             store.write(entry.tracer)
@@ -311,6 +313,15 @@ class Trace:
         value = read()
         tracer = self._placeholder(jax.typeof(value))
         self.host_inputs.append((read, tracer))
+        return tracer
+
+    def _input_of(self, array: Any) -> Any:
+        """A traced array for what a storage holds: one for all that hold the same step count."""
+        if id(array) not in self.shared_counts:
+            return self._placeholder(jax.typeof(array))
+        tracer = self.shared_counts[id(array)]
+        if tracer is None:
+            tracer = self.shared_counts[id(array)] = self._placeholder(jax.typeof(array))
         return tracer
 
     def _placeholder(self, aval: Any) -> Any:

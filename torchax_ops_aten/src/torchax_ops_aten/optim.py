@@ -155,24 +155,35 @@ POINTWISE: dict[str, tuple[Promotion, Elementwise]] = {
 """`aten::_foreach_<name>(self, tensor1, tensor2, value)`; `value` is cast to the common dtype and does not lift it."""
 
 
+def _each(f: Callable[..., jax.Array], *columns: Sequence[Any]) -> list[jax.Array]:
+    """`f` of each row of the columns; once for rows of the very same values, as the step counts of a program are."""
+    rows = [*zip(*columns, strict=True)]
+    keys = [(*map(id, row),) for row in rows]
+    made = {key: f(*row) for key, row in dict(zip(keys, rows, strict=True)).items()}
+    return [made[key] for key in keys]
+
+
 def _unary(rule: Promotion, f: Elementwise) -> Elementwise:
     def body(self):
-        return [f(*_promote(rule, [x])) for x in self]
+        return _each(lambda x: f(*_promote(rule, [x])), self)
 
     return body
 
 
 def _with_list(rule: Promotion, f: Elementwise) -> Elementwise:
     def body(self, other):
-        return [f(*_promote(rule, pair)) for pair in zip(self, other, strict=True)]
+        return _each(lambda *pair: f(*_promote(rule, pair)), self, other)
 
     return body
 
 
 def _with_scaled_list(rule: Promotion, f: Elementwise) -> Elementwise:
     def body(self, other, *, alpha=1):
-        pairs = (_promote(rule, pair) for pair in zip(self, other, strict=True))
-        return [f(x, y * jnp.asarray(alpha, y.dtype)) for x, y in pairs]
+        def scaled(*pair: jax.Array) -> jax.Array:
+            x, y = _promote(rule, pair)
+            return f(x, y * jnp.asarray(alpha, y.dtype))
+
+        return _each(scaled, self, other)
 
     return body
 
@@ -189,14 +200,14 @@ def _with_scaled_tensor(rule: Promotion, f: Elementwise) -> Elementwise:
 
 def _with_scalar(rule: Promotion, f: Elementwise) -> Elementwise:
     def body(self, scalar):
-        return [f(*_promote(rule, [x], [scalar])) for x in self]
+        return _each(lambda x: f(*_promote(rule, [x], [scalar])), self)
 
     return body
 
 
 def _with_scalars(rule: Promotion, f: Elementwise) -> Elementwise:
     def body(self, scalars):
-        return [f(*_promote(rule, [x], [s])) for x, s in zip(self, scalars, strict=True)]
+        return _each(lambda x, s: f(*_promote(rule, [x], [s])), self, scalars)
 
     return body
 
@@ -253,24 +264,24 @@ _register_tables()
 
 @ops.lowering("aten::_foreach_pow.List")
 def foreach_pow_list(self, exponent):
-    return [_pow(*_promote(SAME, pair)) for pair in zip(self, exponent, strict=True)]
+    return _each(lambda *pair: _pow(*_promote(SAME, pair)), self, exponent)
 
 
 @ops.lowering("aten::_foreach_pow.Scalar", static=("exponent",))
 def foreach_pow_scalar(self, exponent):
     """`exponent` is static: XLA turns the usual ones (2, 0.5, -1) into a product, a root, a quotient."""
-    return [_pow_of_number(x, exponent) for x in self]
+    return _each(lambda x: _pow_of_number(x, exponent), self)
 
 
 @ops.lowering("aten::_foreach_pow.ScalarList", promote=AS_GIVEN)
 def foreach_pow_scalars(self, exponent):
-    return [_pow(*_promote(SAME, [x], [e])) for x, e in zip(self, exponent, strict=True)]
+    return _each(lambda x, e: _pow(*_promote(SAME, [x], [e])), self, exponent)
 
 
 @ops.lowering("aten::_foreach_pow.ScalarAndTensor", promote=AS_GIVEN)
 def foreach_pow_of_scalar(self, exponent):
     """The number `self` to the power of each tensor."""
-    return [_pow(*reversed(_promote(SAME, [e], [self]))) for e in exponent]
+    return _each(lambda e: _pow(*reversed(_promote(SAME, [e], [self]))), exponent)
 
 
 def _pow_of_number(x: jax.Array, exponent: complex) -> jax.Array:
@@ -282,7 +293,7 @@ def _pow_of_number(x: jax.Array, exponent: complex) -> jax.Array:
 
 @ops.lowering("aten::_foreach_lerp.List")
 def foreach_lerp_list(self, tensors1, weights):
-    return [_lerp(*map(opmath, row)) for row in zip(self, tensors1, weights, strict=True)]
+    return _each(lambda *row: _lerp(*map(opmath, row)), self, tensors1, weights)
 
 
 @ops.lowering("aten::_foreach_lerp.Scalar", promote=AS_GIVEN)
@@ -382,7 +393,7 @@ def _wide(number: jax.Array | float) -> jax.Array:
 
 def _steps(state_steps: list[jax.Array]) -> jax.Array:
     """The step counts, each of shape () or (1,), as one float64 vector."""
-    return jnp.stack([_wide(step).reshape(()) for step in state_steps])
+    return jnp.stack(_each(lambda step: _wide(step).reshape(()), state_steps))
 
 
 def _unscaled(grad: jax.Array, grad_scale: jax.Array | None) -> jax.Array:
