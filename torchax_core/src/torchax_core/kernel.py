@@ -178,7 +178,7 @@ class _Entry:
         made, body = {}, self.body
 
         def run_lists(*arrays: Any) -> Any:
-            if active.trace is None or not active.trace.shared_counts:
+            if not getattr(active.trace, "shared_counts", None):  # jax transforms of nobody's jit share none
                 return run(*arrays)
             places: dict[int, int] = {}
             which = tuple(places.setdefault(id(array), len(places)) for array in arrays)
