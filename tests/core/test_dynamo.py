@@ -641,8 +641,9 @@ def graphs_of(fn, *args) -> list[str]:
     return found
 
 
-def test_attention_stays_whole_with_gradients_like_torchs() -> None:
-    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_stays_whole_with_gradients_like_torchs(dtype) -> None:
+    q, k, v = (torch.randn(2, 2, 5, 4, dtype=dtype) for _ in range(3))
     ours = [t.to("jax").requires_grad_() for t in (q, k, v)]
     cpu = [t.requires_grad_() for t in (q, k, v)]
     ops = graphs_of(attention, *ours)

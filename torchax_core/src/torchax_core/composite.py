@@ -48,6 +48,7 @@ _BY_FORMULA = (
     | _DispatchKeySet(_DispatchKey.PrivateUse1)
     | _DispatchKeySet(_DispatchKey.Python)
 )
+_TRANSFORMS = _DispatchKeySet(_DispatchKey.FuncTorchDynamicLayerBackMode)
 _libraries: dict[str, torch.library.Library] = {}
 _kept: set[str] = set()
 _lock = threading.Lock()
@@ -151,7 +152,7 @@ def _any_stand_in(args: Any, kwargs: Any) -> bool:
 class _Ways:
     """What else than our kernel can run a composite op, looked for once.
 
-    decompose: torch's own decomposition of it.
+    decompose: torch's own decomposition of it; the formula, if it has none.
     formula:   the op as a whole under torch's derivative formula for it, if there is one; else the decomposition.
     """
 
@@ -159,8 +160,15 @@ class _Ways:
         composite = _DispatchKey.CompositeImplicitAutograd  # without one, the op's own error says so
         by_key = functools.partial(func._op_dk, composite)
         self.decompose: Callable[..., Any] = func.decompose if composite in func.py_kernels else by_key
-        has_formula = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Autograd")
-        self.formula = functools.partial(func.redispatch, _BY_FORMULA) if has_formula else self.decompose
+        self.formula = self.decompose
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Autograd"):
+            self.formula = functools.partial(_by_formula, func)
+            if not is_composite(func):
+                self.decompose = self.formula
+
+
+def _by_formula(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func.redispatch(_BY_FORMULA | torch._C._dispatch_tls_local_include_set() & _TRANSFORMS, *args, **kwargs)
 
 
 def _run(kernel: Any, ways: _Ways, args: Any, kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ class Definition:
                      error under jit. Its body runs unjitted on concrete arrays.
     positional:      `body` is a plain JAX function taking the arguments by position (rows of a table).
     composite_grad:  for a composite op kept whole, where its gradients come from.
-    differentiable:  the op's gradients are jax.vjp's, as torch has no formula for it.
+    differentiable:  the op's gradients are jax.vjp's, as torch has no formula for it, or a very long one.
     whole:           a decomposition is traced and compiled as a whole; False: it runs call by call.
     depends_on:      a setting outside the call that `body` reads while traced; its value is part of every signature.
     case:            which calls of this op depend on data, if only some do.
@@ -247,7 +247,8 @@ class OpSet:
                    `..._backward` ("formula": `linear`, `matmul` and a few more). Or a function of the call's arguments that
                    says which.
 
-        differentiable: for an op whose derivative torch has not implemented: gradients by jax.vjp of the body.
+        differentiable: for an op whose derivative torch has not implemented, or only at a great length: gradients by jax.vjp
+                   of the body.
 
         format_of: tensor arguments; results of four dims are channels_last if one of these is. For ops whose meta
                    kernels in torch give contiguous strides where its real ones do not.

@@ -84,11 +84,11 @@ class Call:
         """Gradients of the wanted inputs, of residuals and the cotangents of the inexact results."""
         residuals, given = arrays[: len(self.residuals)], iter(arrays[len(self.residuals) :])
         vjp = jax.tree.unflatten(self.tree, residuals)
-        cotangents = tuple(
-            next(given).astype(r.dtype) if _is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0)
-            for r in self.results
-        )
-        with jax.enable_x64(True):
+        with jax.enable_x64(True):  # or `astype` would not give 64 bits
+            cotangents = tuple(
+                next(given).astype(r.dtype) if _is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0)
+                for r in self.results
+            )
             return list(vjp(cotangents))
 
     def look(self, wanted: tuple[int, ...]) -> None:
