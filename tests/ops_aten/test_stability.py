@@ -165,15 +165,16 @@ LONG = {
 RECURRENT = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
 
-def program_of(fn, length):
-    """The text of the program for a row of this length, forward and backward."""
+def lines_of(fn, *shape):
+    """How long the text of the program is for a tensor of this shape, forward and backward."""
 
     @torchax_core.jit
     def step(x):
         result = fn(x)
         return result, *torch.autograd.grad(result.square().sum(), [x])
 
-    return step.lower(sample((1, 3, length), torch.float32, low=0.1, high=0.9).to("jax").requires_grad_()).as_text()
+    x = sample(shape, torch.float32, low=0.1, high=0.9).to("jax").requires_grad_()
+    return len(step.lower(x).as_text().splitlines())
 
 
 @pytest.mark.parametrize("name", [*LONG, *RECURRENT])
@@ -185,6 +186,66 @@ def test_a_program_does_not_grow_with_the_length(name):
         def fn(x):
             return layer(x.transpose(1, 2))[0]
 
-    short, long = (len(program_of(fn, length).splitlines()) for length in (256, 4096))
+    short, long = (lines_of(fn, 1, 3, length) for length in (256, 4096))
     # where the algorithm halves the length, each halving is a few lines more
     assert long < 1.5 * short + 40, f"{short} lines for a length of 256, {long} for 4,096"
+
+
+MATRICES = {
+    "householder_product": lambda x: torch.linalg.householder_product(x, x[:, 0].abs()),
+    "ormqr": lambda x: torch.ormqr(x, x[:, 0].abs(), x),
+    "matrix_exp": torch.linalg.matrix_exp,
+    "svd": lambda x: torch.linalg.svd(x)[1],
+    "qr": lambda x: torch.linalg.qr(x)[1],
+    "eigh": lambda x: torch.linalg.eigh(x)[1].abs(),
+    "eig": lambda x: torch.linalg.eig(x)[1].abs(),
+    "lu": lambda x: torch.linalg.lu(x)[2],
+    "det": torch.linalg.det,
+    "solve": lambda x: torch.linalg.solve_ex(x, x).result,
+    "cholesky": lambda x: torch.linalg.cholesky_ex(x).L,
+    "lstsq": lambda x: torch.linalg.lstsq(x, x).solution,
+    "pinv": torch.linalg.pinv,
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_program_does_not_grow_with_a_matrix(name):
+    assert lines_of(MATRICES[name], 1, 12, 12) == lines_of(MATRICES[name], 1, 96, 96)
+
+
+# -- gradients of a compiled function, taken outside of it -------------------------------------------------------------
+
+ROWS = torch.tensor([[1.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0], [0.0, -1.0, 0.0, -1.0]], dtype=torch.float64)
+OUTSIDE = {
+    "max_dim": lambda x: x.max(1).values,
+    "min_dim": lambda x: x.min(1).values,
+    "max_pool1d": lambda x: F.max_pool1d(x, 3, 1, 1),
+    "max_pool1d_dilated": lambda x: F.max_pool1d(x, 2, 1, dilation=2),
+    "max_pool2d_indices": lambda x: F.max_pool2d(x[None], 2, 1, return_indices=True)[0],
+    "adaptive_max_pool1d": lambda x: F.adaptive_max_pool1d(x, 3),
+    "matrix_exp": lambda x: torch.linalg.matrix_exp(x[:, :3]),
+    "eig": lambda x: torch.linalg.eig(x[:, :3] + torch.eye(3, device=x.device).cumsum(0))[1].abs(),
+    "kinks": lambda x: (
+        F.relu(x) + F.hardtanh(x) + F.hardsigmoid(3 * x) + F.hardswish(3 * x) + F.logsigmoid(x) + x.abs()
+    ),
+    "far": lambda x: F.elu(1000 * x) + F.celu(1000 * x, 2.0) + F.selu(1000 * x) + F.softplus(1000 * x),
+    "norms_of_zeros": lambda x: sum(torch.linalg.vector_norm(x - x[2] * x[2], p, dim=1) for p in (0.5, 1, 2, 3, INF)),
+    "std_of_equals": lambda x: x.std(1),
+    "distances": lambda x: sum(torch.cdist(x, x, p) for p in (1.0, 2.0, 3.0, INF)),
+    "masked_softmax": lambda x: torch._safe_softmax(torch.where(x < 1, -INF, x), 1),
+    "special": lambda x: torch.i0(x) + torch.special.i0e(x) + torch.special.log_ndtr(-30 * x) + torch.special.erfcx(x),
+    "polygamma": lambda x: torch.polygamma(1, x + 1.5) + torch.polygamma(2, x + 1.5),
+    "embedding": lambda x: F.embedding(
+        torch.tensor([[0, 1], [1, 2]], device=x.device), x, padding_idx=0, scale_grad_by_freq=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_gradients_outside_a_compiled_function(name):
+    """Which are jax's of the lowerings, where inside it is torch's formulas that run."""
+    fn = OUTSIDE[name]
+    expected, x = ROWS.clone().requires_grad_(), ROWS.to("jax").requires_grad_()
+    fn(expected).square().sum().backward()
+    torchax_core.jit(fn)(x).square().sum().backward()
+    torch.testing.assert_close(x.grad.cpu(), expected.grad, rtol=1e-7, atol=1e-7)

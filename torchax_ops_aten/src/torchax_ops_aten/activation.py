@@ -18,6 +18,7 @@ from jax import lax
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import INT_TO_FLOAT, SAME, opmath
+from torchax_ops_aten._derivatives import derivatives
 from torchax_ops_aten.random import uniform
 
 ops = OpSet("torchax_ops_aten.activation")
@@ -43,6 +44,7 @@ def _of_floats(body: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 @ops.lowering("aten::relu", promote=SAME)
+@derivatives(self=lambda tangent, self: threshold_backward(tangent, self, 0))  # type: ignore[has-type]
 def relu(self):
     """`max(self, 0)`; NaN stays NaN."""
     return jnp.maximum(self, 0)
@@ -88,6 +90,7 @@ def _prelu_kernel_backward(grad_output, self, weight):
 
 
 @ops.lowering("aten::hardtanh", promote=SAME.of("self"))
+@derivatives(self=lambda tangent, self, min_val, max_val: hardtanh_backward(tangent, self, min_val, max_val))  # type: ignore[has-type]
 def hardtanh(self, min_val=-1, max_val=1):
     """`self` raised to `min_val` and lowered to `max_val`, which are cast to its dtype first (relu6 has 0 and 6)."""
     return jnp.minimum(jnp.maximum(self, _like(min_val, self)), _like(max_val, self))
@@ -101,6 +104,7 @@ def hardtanh_backward(grad_output, self, min_val, max_val):
 
 @ops.lowering("aten::hardsigmoid", promote=SAME)
 @_of_floats
+@derivatives(self=lambda tangent, self: hardsigmoid_backward(tangent, self))  # type: ignore[has-type]
 def hardsigmoid(self):
     """`clamp(self + 3, 0, 6) / 6`."""
     return jnp.clip(self + 3, 0, 6) / 6
@@ -114,6 +118,7 @@ def hardsigmoid_backward(grad_output, self):
 
 @ops.lowering("aten::hardswish", promote=SAME)
 @_of_floats
+@derivatives(self=lambda tangent, self: hardswish_backward(tangent, self))  # type: ignore[has-type]
 def hardswish(self):
     """`self * hardsigmoid(self)`."""
     return self * jnp.clip(self + 3, 0, 6) / 6
@@ -173,6 +178,9 @@ def rrelu_with_noise_functional(self, noise, lower=0.125, upper=1 / 3, training=
 
 @ops.lowering("aten::elu", promote=SAME)
 @_of_floats
+@derivatives(
+    self=lambda tangent, self, alpha, scale, input_scale: elu_backward(tangent, alpha, scale, input_scale, False, self)  # type: ignore[has-type]
+)
 def elu(self, alpha=1, scale=1, input_scale=1):
     """`scale * self` where positive, `scale * alpha * (exp(input_scale * self) - 1)` elsewhere (selu: one case)."""
     return jnp.where(self > 0, scale * self, scale * alpha * jnp.expm1(self * input_scale))
@@ -187,6 +195,7 @@ def elu_backward(grad_output, alpha, scale, input_scale, is_result, self_or_resu
 
 @ops.lowering("aten::celu", promote=SAME, static=("alpha",))
 @_of_floats
+@derivatives(self=lambda tangent, self, alpha: elu_backward(tangent, alpha, 1, 1 / alpha, False, self))
 def celu(self, alpha=1.0):
     """`self` where positive, `alpha * (exp(self / alpha) - 1)` elsewhere."""
     if alpha == 0:
@@ -196,6 +205,7 @@ def celu(self, alpha=1.0):
 
 @ops.lowering("aten::softplus", promote=SAME)
 @_of_floats
+@derivatives(self=lambda tangent, self, beta, threshold: softplus_backward(tangent, self, beta, threshold))  # type: ignore[has-type]
 def softplus(self, beta=1, threshold=20):
     """`log(1 + exp(beta * self)) / beta`, taken as `self` where `beta * self` is above `threshold`."""
     scaled = self * beta
@@ -259,7 +269,12 @@ def silu_backward(grad_output, self):
 def log_sigmoid_forward(self):
     """`log(sigmoid(self))`, and `exp(-abs(self))` for the backward, which as on CPU has the shape of `self`."""
     small = jnp.exp(-jnp.abs(self))
-    return jnp.minimum(self, 0) - jnp.log1p(small), small
+    return _log_sigmoid(self), small
+
+
+@derivatives(x=lambda tangent, x: tangent * lax.logistic(-x))
+def _log_sigmoid(x: jax.Array) -> jax.Array:
+    return jnp.minimum(x, 0) - jnp.log1p(jnp.exp(-jnp.abs(x)))
 
 
 @ops.lowering("aten::log_sigmoid_backward", promote=SAME)
@@ -375,6 +390,9 @@ def _log_softmax(self, dim, half_to_float):
 
 
 @ops.lowering("aten::_safe_softmax")
+@derivatives(
+    self=lambda tangent, self, dim, dtype: _softmax_backward_data(tangent, _safe_softmax(self, dim, dtype), dim, None)  # type: ignore[has-type]
+)
 def _safe_softmax(self, dim, dtype=None):
     """softmax in `dtype`, 0 where all along `dim` is -inf: an attention row with everything masked."""
     x, dim = _along(opmath(self if dtype is None else self.astype(dtype)), dim)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import opmath
+from torchax_ops_aten._derivatives import derivatives
 from torchax_ops_aten._values import outside
 
 ops = OpSet("torchax_ops_aten.embedding")
@@ -41,7 +42,19 @@ def _frequencies(indices: jax.Array, count: int, dtype: Any) -> jax.Array:
 @ops.lowering("aten::embedding")
 def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
     """Rows of a table. weight: (n, d); indices: (...). returns: (..., d). The flags matter to the gradient only."""
-    return _rows(weight, indices)
+    rows = _rows(weight, indices)
+    if scale_grad_by_freq:
+        times = _frequencies(indices.reshape(-1), weight.shape[0], rows.dtype).reshape(*indices.shape, 1)
+        rows = _sharing(rows, times)
+    return (
+        jnp.where((indices == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows) if padding_idx >= 0 else rows
+    )
+
+
+@derivatives(rows=lambda tangent, rows, times: tangent / times)
+def _sharing(rows: jax.Array, times: jax.Array) -> jax.Array:
+    """`rows`, of whose gradients each counts for one of so many."""
+    return rows
 
 
 @ops.lowering("aten::embedding_dense_backward")

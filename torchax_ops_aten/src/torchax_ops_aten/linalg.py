@@ -19,6 +19,9 @@ from jax import lax
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import SAME, opmath
+from torchax_ops_aten import _reflectors
+from torchax_ops_aten._derivatives import derivatives
+from torchax_ops_aten._matrix_exp import matrix_exp
 
 ops = OpSet("torchax_ops_aten.linalg")
 
@@ -104,7 +107,8 @@ def linalg_eigh(A, UPLO="L", compute_v=True):
 @ops.lowering("aten::linalg_eig")
 def linalg_eig(self):
     """Eigenvalues (..., n) and eigenvectors (..., n, n) in columns, of norm 1, of a general matrix; both complex."""
-    values, vectors = lax.linalg.eig(self, compute_left_eigenvectors=False)
+    # JAX's derivative is right for what does not depend on the vectors' phases, which torch's refuses to be asked for
+    values, vectors = lax.linalg.eig(self, compute_left_eigenvectors=False, enable_eigvec_derivs=True)
     return values, vectors
 
 
@@ -153,13 +157,13 @@ def geqrf(self):
     return reflectors.mT, tau
 
 
-@ops.lowering("aten::linalg_householder_product")
+@ops.lowering("aten::linalg_householder_product", differentiable=True)
 def linalg_householder_product(input, tau):
     """The first n columns of the product of k reflectors: (..., m, n) and (..., k) to (..., m, n); m >= n >= k."""
-    return lax.linalg.householder_product(input, tau)
+    return _reflectors.householder_product(input, tau)
 
 
-@ops.lowering("aten::ormqr")
+@ops.lowering("aten::ormqr", differentiable=True)
 def ormqr(self, input2, input3, left=True, transpose=False):
     """`Q @ input3`, or `input3 @ Q` unless `left`, with the square Q of k reflectors; with its adjoint if `transpose`.
 
@@ -169,7 +173,7 @@ def ormqr(self, input2, input3, left=True, transpose=False):
     reflectors = jnp.broadcast_to(self, (*batch, *self.shape[-2:]))
     tau = jnp.broadcast_to(input2, (*batch, input2.shape[-1]))
     other = jnp.broadcast_to(input3, (*batch, *input3.shape[-2:]))
-    return lax.linalg.ormqr(reflectors, tau, other, left=left, transpose=transpose)
+    return _reflectors.ormqr(reflectors, tau, other, left, transpose)
 
 
 # -- Cholesky ----------------------------------------------------------------------------------------------------------
@@ -627,59 +631,12 @@ def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
 
 # -- functions of a matrix ---------------------------------------------------------------------------------------------
 
-# Padé approximants of exp: (largest 1-norm they are exact for, coefficients), by the precision they reach.
-# Source: Higham, "The scaling and squaring method for the matrix exponential revisited", 2005, table 2.3.
-_PADE = {
-    4: (3.925724783138660, (17297280.0, 8648640.0, 1995840.0, 277200.0, 25200.0, 1512.0, 56.0, 1.0)),
-    8: (
-        5.371920351148152,
-        (
-            64764752532480000.0,
-            32382376266240000.0,
-            7771770303897600.0,
-            1187353796428800.0,
-            129060195264000.0,
-            10559470521600.0,
-            670442572800.0,
-            33522128640.0,
-            1323241920.0,
-            40840800.0,
-            960960.0,
-            16380.0,
-            182.0,
-            1.0,
-        ),
-    ),
-}
-
 
 @ops.lowering("aten::linalg_matrix_exp")
 def linalg_matrix_exp(self):
-    """The matrix exponential of (..., n, n): a Padé approximant at `self / 2**s`, squared s times, s being small."""
+    """The matrix exponential of (..., n, n)."""
     a = opmath(self)
-    if a.size == 0:
-        return a
-    reach, coefficients = _PADE[a.real.dtype.itemsize]
-    norm = jnp.abs(a).sum(-2).max(-1)
-    squarings = jnp.ceil(jnp.log2(jnp.maximum(norm / reach, 1)))
-    squarings = jnp.where(jnp.isfinite(squarings), squarings, 0).astype(jnp.int32)[..., None, None]
-    a = a * jnp.exp2(-squarings.astype(a.real.dtype)).astype(a.dtype)
-
-    identity = jnp.broadcast_to(_eye(a.shape[-1], a), a.shape)
-    square = _product(a, a)
-    even, odd = (_polynomial(square, identity, coefficients[start::2]) for start in (0, 1))
-    odd = _product(a, odd)
-    lu, pivots, _ = _lu(even - odd, pivot=True)
-    result = linalg_lu_solve(lu, pivots, even + odd)
-    return lax.fori_loop(0, squarings.max(), lambda i, x: jnp.where(i < squarings, _product(x, x), x), result)
-
-
-def _polynomial(x: jax.Array, identity: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
-    """The matrix polynomial with these coefficients, lowest first."""
-    total = coefficients[-1] * x + coefficients[-2] * identity
-    for c in reversed(coefficients[:-2]):
-        total = _product(x, total) + c * identity
-    return total
+    return matrix_exp(a) if a.size else a
 
 
 @ops.lowering("aten::diag_embed")
@@ -709,6 +666,13 @@ def linalg_cross(self, other, *, dim=-1):
 # -- distances ---------------------------------------------------------------------------------------------------------
 
 
+@derivatives(
+    difference=lambda tangent, difference, p: (
+        (
+            tangent * _distance_gradient(difference, _distance(difference, p), p)  # type: ignore[has-type]
+        ).sum(-1)
+    )
+)
 def _distance(difference: jax.Array, p: float) -> jax.Array:
     """The p-norm over the last axis."""
     size = jnp.abs(difference)

@@ -18,6 +18,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import COMPLEX_TO_FLOAT, INT_TO_FLOAT, SAME, Promotion, opmath
+from torchax_ops_aten._derivatives import absolute
 
 ops = OpSet("torchax_ops_aten.pointwise")
 
@@ -328,7 +329,7 @@ ops.table(SAME, {"aten::hypot": jnp.hypot})
 
 # -- signs and parts -----------------------------------------------------------------------------
 
-ops.table(COMPLEX_TO_FLOAT, {"aten::abs": jnp.abs})
+ops.table(COMPLEX_TO_FLOAT, {"aten::abs": absolute})
 ops.table(SAME, {"aten::_conj_physical": jnp.conj})
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,9 +110,9 @@ class Windows:
 # -- maxima ------------------------------------------------------------------------------------------
 
 
-def _lowest(dtype: jnp.dtype) -> jax.Array:
-    """The value that every other of `dtype` beats or equals."""
-    return jnp.array(-jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
+def _lowest(dtype: jnp.dtype) -> np.ndarray:
+    """The value that every other of `dtype` beats or equals; of NumPy, so that jax knows what it reduces, and its gradient."""
+    return np.array(-np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
 
 
 def _flat_positions(spatial: Sequence[int]) -> jax.Array:
@@ -131,10 +132,22 @@ def _greater(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> 
     return jnp.where(take_y, y, x), jnp.where(take_y, j, i)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _max_pool(x: jax.Array, windows: Windows) -> jax.Array:
     """The maxima only; `lax.max` lets NaN win, as torch does."""
     x = opmath(x)
     return windows.reduce(x, _lowest(x.dtype), jax.lax.max)
+
+
+@_max_pool.defjvp
+def _(windows: Windows, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # jax has none for dilated windows, and forward-mode of no others
+    ((x,), (tangent,)) = primals, tangents
+    values, indices = _max_pool(x, windows), _positions_of_maxima(opmath(x), windows)
+    lead = x.shape[: x.ndim - len(windows.spatial)]
+    at = indices.reshape(*lead, math.prod(windows.count))
+    flat = opmath(tangent).reshape(*lead, math.prod(windows.spatial))
+    return values, jnp.take_along_axis(flat, at, -1).reshape(values.shape)
 
 
 _FEW = 32
@@ -144,6 +157,12 @@ _FEW = 32
 def _max_pool_with_indices(self: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array]:
     """Maxima and their positions. Apart, so that a compiled program that drops the positions does not compute them."""
     x = opmath(self)
+    return _max_pool(x, windows), _positions_of_maxima(x, windows)
+
+
+def _positions_of_maxima(x: jax.Array, windows: Windows) -> jax.Array:
+    """Where in the flattened spatial dims the maximum of each window is."""
+    x = jax.lax.stop_gradient(x)
     positions = _flat_positions(windows.spatial)
     if math.prod(windows.kernel) <= _FEW:
         pairs = zip(windows.elements(x, _lowest(x.dtype)), windows.elements(positions, _NOWHERE), strict=True)
@@ -151,9 +170,10 @@ def _max_pool_with_indices(self: jax.Array, windows: Windows) -> tuple[jax.Array
     else:
         operands = x, jnp.broadcast_to(positions, x.shape)
         _, indices = windows.reduce(operands, (_lowest(x.dtype), _NOWHERE), _greater)
-    return _max_pool(x, windows), indices
+    return indices
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _max_over(x: jax.Array, positions: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """The maximum over `axes`, and its position by the rule of `_greater`.
 
@@ -164,6 +184,15 @@ def _max_over(x: jax.Array, positions: jax.Array, axes: Sequence[int]) -> tuple[
     found = jnp.where(x == jnp.expand_dims(values, axes), positions, _NOWHERE)
     first = jax.lax.reduce(jnp.where(x != x, -1 - positions, found), _NOWHERE, jax.lax.min, axes)
     return values, jnp.where(first < 0, -1 - first, first)
+
+
+@_max_over.defjvp
+def _(axes: Sequence[int], primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]) -> Any:
+    # jax would share a gradient out among equals
+    _, positions = primals
+    values, indices = _max_over(*primals, axes)
+    chosen = jnp.where(positions == jnp.expand_dims(indices, axes), tangents[0], 0).sum(axes)
+    return (values, indices), (chosen, np.zeros(indices.shape, jax.dtypes.float0))
 
 
 def _to_positions(values: jax.Array, indices: jax.Array, spatial: Sequence[int], *, add: bool) -> jax.Array:

@@ -5,6 +5,7 @@ Half types accumulate in float32, integers in int64; the kernel rounds to torch'
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from jax import lax
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import INT_TO_FLOAT, opmath
+from torchax_ops_aten._derivatives import absolute, root
 from torchax_ops_aten.copying import cast
 from torchax_ops_aten.sorting import sort_with_indices
 
@@ -199,6 +201,18 @@ def _extreme_with_index(
     if dim is None:
         x, dim = x.ravel(), 0
     axis = dim % x.ndim
+    value, index = _extreme_along(x, axis, beats, worst)
+    if keepdim:
+        kept = [1] * len(shape) if x.ndim != len(shape) else [1 if i == axis else n for i, n in enumerate(shape)]
+        value, index = value.reshape(kept), index.reshape(kept)
+    return value, index
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _extreme_along(
+    x: jax.Array, axis: int, beats: Callable[[jax.Array, jax.Array], jax.Array], worst: Any
+) -> tuple[jax.Array, ...]:
+    """The extreme along an axis and its position, without that axis."""
     index_type = np.int32 if x.shape[axis] < 2**31 else np.int64
     floating = jnp.issubdtype(x.dtype, jnp.floating)
 
@@ -212,11 +226,15 @@ def _extreme_with_index(
 
     start = np.asarray(worst, x.dtype), np.asarray(np.iinfo(index_type).max, index_type)
     pairs = (x, lax.broadcasted_iota(index_type, x.shape, axis))
-    value, index = lax.reduce(pairs, start, better, (axis,))
-    if keepdim:
-        kept = [1] * len(shape) if x.ndim != len(shape) else [1 if i == axis else n for i, n in enumerate(shape)]
-        value, index = value.reshape(kept), index.reshape(kept)
-    return value, index
+    return tuple(lax.reduce(pairs, start, better, (axis,)))
+
+
+@_extreme_along.defjvp
+def _(axis: int, beats: Any, worst: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
+    # jax has none for reductions of pairs
+    value, index = _extreme_along(*primals, axis, beats, worst)
+    chosen = jnp.take_along_axis(tangents[0], jnp.expand_dims(index, axis), axis).squeeze(axis)
+    return (value, index), (chosen, np.zeros(index.shape, jax.dtypes.float0))
 
 
 def _lowest(dtype: np.dtype) -> Any:
@@ -275,7 +293,7 @@ def var(self, dim=None, *, correction=None, keepdim=False):
 @ops.lowering("aten::std.correction")
 def std(self, dim=None, *, correction=None, keepdim=False):
     """The square root of `var`."""
-    return jnp.sqrt(_variance_and_mean(self, dim, correction, keepdim)[0])
+    return root(_variance_and_mean(self, dim, correction, keepdim)[0])
 
 
 @ops.lowering("aten::var_mean.correction")
@@ -288,7 +306,7 @@ def var_mean(self, dim=None, *, correction=None, keepdim=False):
 def std_mean(self, dim=None, *, correction=None, keepdim=False):
     """`std` and `mean`."""
     variance, average = _variance_and_mean(self, dim, correction, keepdim)
-    return jnp.sqrt(variance), average
+    return root(variance), average
 
 
 # -- norms ---------------------------------------------------------------------------------------
@@ -307,8 +325,8 @@ def linalg_vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
     x = opmath(cast(self, dtype) if dtype is not None and keeps_parts else self)
     if ord == 2:
         squares = jnp.square(x.real) + jnp.square(x.imag) if _is_complex(x) else jnp.square(x)
-        return jnp.sqrt(jnp.sum(squares, axis=axes, keepdims=keepdim))
-    x = jnp.abs(x)
+        return root(jnp.sum(squares, axis=axes, keepdims=keepdim))
+    x = absolute(x)
     if ord == 0:
         return jnp.sum((x != 0).astype(x.dtype), axis=axes, keepdims=keepdim)
     if ord == 1:
@@ -317,7 +335,9 @@ def linalg_vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
         return jnp.max(x, axis=axes, keepdims=keepdim, initial=0)
     if ord == -math.inf:
         return jnp.min(x, axis=axes, keepdims=keepdim, initial=math.inf)
-    return jnp.sum(x**ord, axis=axes, keepdims=keepdim) ** (1 / ord)
+    if ord < 0:
+        return jnp.sum(x**ord, axis=axes, keepdims=keepdim) ** (1 / ord)
+    return root(jnp.sum(root(x, ord) if ord < 1 else x**ord, axis=axes, keepdims=keepdim), 1 / ord)
 
 
 @ops.lowering(

@@ -16,6 +16,7 @@ from jax import lax
 
 from torchax_core.opset import OpSet
 from torchax_core.promotion import INT_TO_FLOAT
+from torchax_ops_aten._derivatives import derivatives
 
 ops = OpSet("torchax_ops_aten.special")
 
@@ -67,6 +68,7 @@ _ERFC_FAR = (
 )  # fmt: skip
 
 
+@derivatives(x=lambda tangent, x: tangent * (2 * x * _erfcx(x) - 2 / math.sqrt(math.pi)))  # type: ignore[has-type]
 def _erfcx(x: jax.Array) -> jax.Array:
     """`exp(x**2) * erfc(x)`; the ratio in which erfc is kept far from 0 is that product already."""
     size = jnp.abs(x)
@@ -83,6 +85,7 @@ def _ratio_at_infinity(x: jax.Array, numerator: Sequence[float], denominator: Se
     return inverse**drop * _ratio(inverse, numerator[::-1], denominator[::-1])
 
 
+@derivatives(x=lambda tangent, x: tangent * math.sqrt(2 / math.pi) / _erfcx(-x * math.sqrt(0.5)))
 def _log_ndtr(x: jax.Array) -> jax.Array:
     """The logarithm of the normal distribution function; far to the left, where that underflows, by way of erfcx."""
     t = x * math.sqrt(0.5)
@@ -202,6 +205,7 @@ def _trigamma(x: jax.Array) -> jax.Array:
 
 
 @ops.lowering("aten::polygamma", promote=INT_TO_FLOAT)
+@derivatives(self=lambda tangent, n, self: tangent * polygamma(n + 1, self))  # type: ignore[has-type]
 def polygamma(n, self):
     """The `n`-th derivative of digamma: `(-1)**(n + 1) * n! * zeta(n + 1, self)` for n > 0."""
     if n < 0:
@@ -532,6 +536,7 @@ def _bessel_y(x: jax.Array, order: int) -> jax.Array:
     return jnp.where(x == 0, -jnp.inf, jnp.where(x < 0, jnp.nan, value))
 
 
+@derivatives(x=lambda tangent, x: tangent * (lax.bessel_i1e(x) - jnp.sign(x) * _i0e(x)))  # type: ignore[has-type]
 def _i0e(x: jax.Array) -> jax.Array:
     """`exp(-abs(x))` times I of order 0.
 
@@ -543,6 +548,7 @@ def _i0e(x: jax.Array) -> jax.Array:
     return jnp.where(size <= 8, near, far)
 
 
+@derivatives(x=lambda tangent, x: tangent * _i1(x))
 def _i0(x: jax.Array) -> jax.Array:
     return jnp.exp(jnp.abs(x)) * _i0e(x)
 
