@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
+from torchax_core import spanning
 from torchax_core.errors import ShapeError, TorchaxError
 from torchax_ops_c10d import CollectiveError, backend, map_group
 
@@ -140,6 +143,29 @@ def test_jax_must_not_have_started():
     )
     with pytest.raises(CollectiveError, match="must come before the first use of any device"):
         backend._start_jax(options)
+
+
+def test_members_wait_for_each_other_before_they_send():
+    """For what comes late to a group's first collective, or compiles longer than the others, gloo does not wait long."""
+    store, done = dist.HashStore(), []
+    groups = [spanning.Group(range(2), rank, store) for rank in range(2)]
+
+    def late() -> None:
+        for group_waits in (groups[1].meet, lambda: groups[1].agree("f", ["psum"], lambda: done.append("compiled"))):
+            time.sleep(0.3)
+            done.append("late")
+            group_waits()
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    groups[0].meet()
+    assert done[:1] == ["late"]
+    groups[0].meet()
+    groups[0].agree("f", ["psum"], lambda: None)
+    assert done == ["late", "late", "compiled"]
+    groups[0].agree("f", ["psum"], lambda: done.append("again"))
+    thread.join()
+    assert done == ["late", "late", "compiled"]
 
 
 def test_importing_the_core_starts_no_backend_of_jax():

@@ -41,6 +41,7 @@ class Group:
         self.store = store
         self._agreed: set[str] = set()
         self._told = 0
+        self._met = False
 
     def tell(self, what: str) -> list[str]:
         """What every member tells while it traces, in the order of ranks. All must, in the same order.
@@ -61,8 +62,14 @@ class Group:
             ) from error
         return [self.store.get(key).decode() for key in keys]
 
-    def agree(self, name: str, collectives: Sequence[str]) -> None:
-        """Wait until every member is about to compile a program with these collectives, once for each list of them.
+    def meet(self) -> None:
+        """Wait until every member is about to run the group's first collective, in which gloo waits for half a minute only."""
+        if not self._met:
+            self.tell("here")
+            self._met = True
+
+    def agree(self, name: str, collectives: Sequence[str], compile: Callable[[], Any]) -> None:
+        """Wait until every member has compiled a program with these collectives, once for each list of them.
 
         Raises CollectiveError if another has other ones, which would wait for each other for ever.
         """
@@ -78,6 +85,8 @@ class Group:
                     f"{summary.partition(' ')[2][:600]}, and rank {rank} {other.partition(' ')[2][:600]}. Let what is sent not "
                     "depend on the rank."
                 )
+        compile()
+        self.tell("compiled")  # programs take unequally long; and see `meet`
         self._agreed.add(said)
 
 
@@ -264,14 +273,16 @@ class SpanningProgram:
     def __call__(self, *args: Any) -> Any:
         made, arrays = self._prepared(args)
         if not made.agreed:
-            self.span.group.agree(self.span.name, made.collectives)
+            self.span.group.agree(self.span.name, made.collectives, lambda: self._lowered(made, arrays).compile())
             made.agreed = True
         results = in_turn(self.span.device, lambda: made.run(self.span.start, *arrays))
         return made.results.unflatten([array.addressable_data(0) for array in results])
 
     def lower(self, *args: Any) -> Any:
         """As jax's; runs nothing."""
-        made, arrays = self._prepared(args)
+        return self._lowered(*self._prepared(args))
+
+    def _lowered(self, made: _Made, arrays: list[Any]) -> Any:
         return made.run.lower(self.span.start, *arrays)
 
     def _prepared(self, args: tuple[Any, ...]) -> tuple[_Made, list[Any]]:

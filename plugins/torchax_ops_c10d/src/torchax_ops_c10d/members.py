@@ -104,6 +104,7 @@ class ProcessMembers(Members):
                     lambda arrays, axes: function(arrays, axis=axes, **static),
                     arrays,
                 )
+        spanning.group_of(self.devices).meet()
         key = (function, *sorted(static.items()))
         program = self._programs.get(key)
         if program is None:
