@@ -232,9 +232,13 @@ OUTSIDE = {
     "norms_of_zeros": lambda x: sum(torch.linalg.vector_norm(x - x[2] * x[2], p, dim=1) for p in (0.5, 1, 2, 3, INF)),
     "std_of_equals": lambda x: x.std(1),
     "distances": lambda x: sum(torch.cdist(x, x, p) for p in (1.0, 2.0, 3.0, INF)),
+    "softmax": lambda x: torch.softmax(torch.where(x < 0, -INF, 1000 * x), 1) + torch.log_softmax(1000 * x, 1),
     "masked_softmax": lambda x: torch._safe_softmax(torch.where(x < 1, -INF, x), 1),
     "special": lambda x: torch.i0(x) + torch.special.i0e(x) + torch.special.log_ndtr(-30 * x) + torch.special.erfcx(x),
-    "polygamma": lambda x: torch.polygamma(1, x + 1.5) + torch.polygamma(2, x + 1.5),
+    "polygamma": lambda x: torch.digamma(x + 1.5) + torch.polygamma(1, x + 1.5) + torch.polygamma(2, x + 1.5),
+    "one_triangle": lambda x: torch.linalg.eigvalsh(x[:, :3]) + torch.linalg.eigvalsh(x[:, :3], UPLO="U"),
+    "cholesky": lambda x: torch.linalg.cholesky(x[:, :3].mT @ x[:, :3] + torch.eye(3, device=x.device)),
+    "pinv_of_low_rank": lambda x: torch.linalg.pinv(x[:, :1] @ x[:1]),
     "embedding": lambda x: F.embedding(
         torch.tensor([[0, 1], [1, 2]], device=x.device), x, padding_idx=0, scale_grad_by_freq=True
     ),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["absolute", "derivatives", "root"]
+__all__ = ["absolute", "derivatives", "hermitian", "root"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,3 +71,13 @@ def root(x: jax.Array, power: float = 0.5) -> jax.Array:
     zero = x == 0
     inside = jnp.where(zero, 1, x)
     return jnp.where(zero, 0, jnp.sqrt(inside) if power == 0.5 else inside**power)
+
+
+@derivatives(x=lambda tangent, x, lower: (tangent + jnp.conj(tangent.mT)) / 2)
+def hermitian(x: jax.Array, lower: bool = True) -> jax.Array:
+    """The Hermitian matrices (..., n, n) of which x holds one triangle, with Hermitian gradients, as torch has them.
+
+    Written out, because JAX's derivatives take the mean of both triangles where its values are those of one.
+    """
+    kept, strict = (jnp.tril(x), jnp.tril(x, -1)) if lower else (jnp.triu(x), jnp.triu(x, 1))
+    return kept + jnp.conj(strict.mT)

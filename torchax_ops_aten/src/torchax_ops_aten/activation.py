@@ -373,6 +373,14 @@ def _exponentials(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
 
 @ops.lowering("aten::_softmax", promote=SAME)
 @_of_floats
+@derivatives(
+    self=lambda tangent, self, dim, half_to_float: _softmax_backward_data(  # type: ignore[has-type]
+        tangent,
+        _softmax(self, dim, half_to_float),  # type: ignore[has-type]
+        dim,
+        None,
+    )
+)
 def _softmax(self, dim, half_to_float):
     """`exp(self)` divided by its sum along `dim`; NaN where all of that is -inf."""
     x, dim = _along(self, dim)
@@ -382,11 +390,24 @@ def _softmax(self, dim, half_to_float):
 
 @ops.lowering("aten::_log_softmax", promote=SAME)
 @_of_floats
+@derivatives(
+    self=lambda tangent, self, dim, half_to_float: _log_softmax_tangent(
+        tangent,
+        _log_softmax(self, dim, half_to_float),  # type: ignore[has-type]
+        dim,
+    )
+)
 def _log_softmax(self, dim, half_to_float):
     """The logarithm of softmax, without the underflow that taking it afterwards would suffer."""
     x, dim = _along(self, dim)
     shifted, total = _exponentials(x, dim)
     return (shifted - jnp.log(total)).reshape(self.shape)
+
+
+def _log_softmax_tangent(tangent: jax.Array, output: jax.Array, dim: int) -> jax.Array:
+    y, axis = _along(output, dim)
+    tangent = tangent.reshape(y.shape)
+    return (tangent - jnp.sum(jnp.exp(y) * tangent, axis=axis, keepdims=True)).reshape(output.shape)
 
 
 @ops.lowering("aten::_safe_softmax")

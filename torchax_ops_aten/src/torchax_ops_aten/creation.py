@@ -238,7 +238,10 @@ def _cosine_window(window_length: int, periodic: bool, *coefficients: Any, dtype
         return jnp.ones((1,), dtype or np.float32)
     angle = 2 * np.pi * _window_phase(window_length, periodic)
     terms = [coefficient * jnp.cos(k * angle) for k, coefficient in enumerate(coefficients)]
-    return _in_dtype(sum(terms[1:], terms[0]), dtype)
+    window = _in_dtype(sum(terms[1:], terms[0]), dtype)
+    return lax.optimization_barrier(
+        window
+    )  # or XLA takes the cosines anew for every frame that the window is laid over
 
 
 @ops.lowering("aten::hann_window", "aten::hann_window.periodic")

@@ -63,7 +63,8 @@ def _r2c_strides(shape: tuple[int, ...], call: Mapping[str, Any]) -> tuple[int, 
     return laid_out.permute([order.index(d) for d in range(len(shape))]).stride()
 
 
-@ops.lowering("aten::_fft_r2c", strides=_r2c_strides)
+# torch's gradient is a whole complex transform; jax's is that of the half
+@ops.lowering("aten::_fft_r2c", strides=_r2c_strides, differentiable=True)
 def fft_r2c(self, dim, normalization, onesided):
     """The forward transform of real `self` over `dim`.
 

@@ -82,6 +82,12 @@ def _continued(x: jax.Array, axis: int, before: int, after: int) -> tuple[jax.Ar
     return repeated(0, before), repeated(n - 1, after)
 
 
+def _wrapped(x: jax.Array, axis: int, before: int, after: int) -> tuple[jax.Array, jax.Array]:
+    """What stands before and after `x` if it goes round in a circle."""
+    n = x.shape[axis]
+    return lax.slice_in_dim(x, n - before, n, axis=axis), lax.slice_in_dim(x, 0, after, axis=axis)
+
+
 def _pad_borders(x: jax.Array, padding: Sequence[int], border: Border) -> jax.Array:
     """`x` padded along its last dimensions with what `border` says stands there; negative amounts cut off."""
     for axis, (before, after) in enumerate(_pad_pairs(padding, x.ndim)):
@@ -100,6 +106,12 @@ def _pad_borders_backward(grad: jax.Array, x: jax.Array, padding: Sequence[int],
         lambda y: _pad_borders(y, padding, border), jax.ShapeDtypeStruct(x.shape, grad.dtype)
     )
     return transposed(grad)[0]
+
+
+@ops.lowering("aten::_pad_circular")
+def _pad_circular(self, pad):
+    """`self` with its other end at each end. self: (n, c, *spatial); pad: last dimension first. Cutting off is torch's."""
+    return NotImplemented if min(pad, default=0) < 0 else _pad_borders(self, pad, _wrapped)
 
 
 @ops.lowering(

@@ -21,6 +21,7 @@ from torchax_core.opset import OpSet
 from torchax_core.promotion import SAME, opmath
 from torchax_ops_aten import _reflectors
 from torchax_ops_aten._derivatives import derivatives
+from torchax_ops_aten._derivatives import hermitian as hermitian_of
 from torchax_ops_aten._matrix_exp import matrix_exp
 
 ops = OpSet("torchax_ops_aten.linalg")
@@ -100,7 +101,7 @@ def linalg_eigh(A, UPLO="L", compute_v=True):
     A:       (..., n, n); `UPLO` "L" or "U" names the triangle.
     returns: eigenvalues (..., n), rising and real; eigenvectors (..., n, n) in columns, or empty without `compute_v`.
     """
-    vectors, values = lax.linalg.eigh(A, lower=UPLO.upper() == "L", symmetrize_input=False)
+    vectors, values = lax.linalg.eigh(hermitian_of(A, UPLO.upper() == "L"), symmetrize_input=False)
     return values, vectors if compute_v else _none(A)
 
 
@@ -130,7 +131,7 @@ def linalg_matrix_sqrth(self):
 
     Negative eigenvalues count as 0, as in torch.
     """
-    vectors, values = lax.linalg.eigh(self, symmetrize_input=False)
+    vectors, values = lax.linalg.eigh(hermitian_of(self), symmetrize_input=False)
     roots = jnp.sqrt(jnp.maximum(values, 0))
     return _product(vectors * roots[..., None, :].astype(self.dtype), _adjoint(vectors))
 
@@ -188,7 +189,7 @@ def linalg_cholesky_ex(self, *, upper=False, check_errors=False):
     """
     if self.size == 0:
         return self, jnp.zeros(self.shape[:-2], jnp.int32)
-    lower = lax.linalg.cholesky(_adjoint(self) if upper else self, symmetrize_input=False)
+    lower = lax.linalg.cholesky(hermitian_of(_adjoint(self) if upper else self), symmetrize_input=False)
     failed = jnp.isnan(jnp.diagonal(lower, axis1=-2, axis2=-1)).any(-1)
     info = lax.cond(
         failed.any(),
@@ -604,7 +605,25 @@ def _solve_by_qr(a: jax.Array, b: jax.Array) -> jax.Array:
     return _product(q, lax.linalg.triangular_solve(r, b, left_side=True, transpose_a=True, conjugate_a=True))
 
 
+def _pinv_derivative(tangent: jax.Array, a: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Of a pseudoinverse whose rank does not change, in the direction `tangent`; also where singular values are equal or 0.
+
+    source: Golub and Pereyra, "The differentiation of pseudo-inverses and nonlinear least squares problems", 1973.
+    """
+    turned, adjoint = _adjoint(tangent), _adjoint(inverse)
+    beside = turned - _product(_product(turned, a), inverse)
+    above = turned - _product(inverse, _product(a, turned))
+    return (
+        _product(inverse, _product(adjoint, beside))
+        + _product(_product(above, adjoint), inverse)
+        - _product(_product(inverse, tangent), inverse)
+    )
+
+
 @ops.lowering("aten::linalg_pinv.atol_rtol_tensor")
+@derivatives(
+    self=lambda tangent, self, **options: _pinv_derivative(tangent, self, linalg_pinv(self, **options))  # type: ignore[has-type]
+)
 def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
     """The pseudoinverse (..., n, m) of (..., m, n), by singular values, or eigenvalues if `hermitian`.
 
@@ -619,7 +638,7 @@ def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
     if rtol is None:
         rtol = jnp.where(atol > 0, 0, jnp.finfo(real).eps * max(m, n)).astype(real)
     if hermitian:
-        v, s = lax.linalg.eigh(self, symmetrize_input=False)
+        v, s = lax.linalg.eigh(hermitian_of(self), symmetrize_input=False)
         u, vh = v, _adjoint(v)
     else:
         u, s, vh = lax.linalg.svd(self, full_matrices=False)

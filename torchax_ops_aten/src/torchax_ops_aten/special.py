@@ -192,6 +192,7 @@ def _zeta_inside(x: jax.Array, q: jax.Array) -> jax.Array:
     return total + lax.zeta(x, q)
 
 
+@derivatives(x=lambda tangent, x: tangent * _trigamma(x))
 def _digamma(x: jax.Array) -> jax.Array:
     # torch has the limits from either side at 0; JAX has NaN there, as at the other poles
     return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), lax.digamma(x))
