@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -199,10 +200,18 @@ def sharded(options: dict[str, object], x: torch.Tensor, n: int) -> Tensors:
 
     options = dict(options)
     clip, delay = options.pop("clip", None), options.pop("delay", False)
-    model, tokens = _model(x.device), _tokens(x.device)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    tokens = _tokens(x.device)
+
+    def make(frozen: bool = False) -> torch.nn.Module:
+        model = _model(x.device)
+        if frozen:  # weights are gathered ahead for a backward that does not come
+            model.embedding.requires_grad_(False)
+            model.blocks[0].requires_grad_(False)
+        for block in model.blocks:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+    model = make()
 
     def sync(now: bool) -> None:
         model.set_requires_gradient_sync(now or not delay)
@@ -211,6 +220,9 @@ def sharded(options: dict[str, object], x: torch.Tensor, n: int) -> Tensors:
     found = _steps(model, mine, clip, sync)
     dist.all_reduce(found[0])
     found[0] /= n
+    if x.device.type == "jax" and delay:
+        _in_jit(functools.partial(make, True), mine, delay)
+        _refused_in_jit(make(), mine)
     return _as_alone(found, x.device, clip)
 
 
@@ -226,7 +238,7 @@ def parallelized(x: torch.Tensor, n: int) -> Tensors:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     found = _as_alone(_steps(model, tokens), x.device)
     if x.device.type == "jax":
-        _in_jit(model, tokens)
+        _in_jit(functools.partial(copy.deepcopy, model), tokens)
     whole = torch.arange(10.0, device=x.device).reshape(5, 2)
     split = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
     sums = DTensor.from_local(x, mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local()
@@ -234,28 +246,59 @@ def parallelized(x: torch.Tensor, n: int) -> Tensors:
     return [*found, split.grad.full_tensor(), sums]
 
 
-def _in_jit(model: torch.nn.Module, tokens: torch.Tensor) -> None:
-    """A step over DTensors under torchax_core.jit does what it does without, and is traced once."""
-    import copy
-
+def _in_jit(make: Callable[[], torch.nn.Module], tokens: torch.Tensor, delay: bool = False) -> None:
+    """A step over sharded weights under torchax_core.jit does what it does without, and is traced once, though the model runs
+    outside, too. delay: gradients are added up over two backwards before they are sent."""
     after = []
     for wrap in (lambda f: f, functools.partial(jitted, tokens.device)):
-        some = copy.deepcopy(model)
-        optimizer = torch.optim.AdamW(some.parameters(), lr=0.01, foreach=False)
+        model = make()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=False)
 
-        def step(tokens: torch.Tensor, some=some, optimizer=optimizer) -> torch.Tensor:
+        def step(tokens: torch.Tensor, model=model, optimizer=optimizer) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = _language(some, tokens)
+            if delay:
+                model.set_requires_gradient_sync(False)
+                _language(model, tokens.flip(0)).backward()
+                model.set_requires_gradient_sync(True)
+            loss = _language(model, tokens)
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(
+                [p for p in model.parameters() if hasattr(p, "placements")], 0.5, foreach=False
+            )
             optimizer.step()
             return loss.detach()
 
-        run = wrap(step)
-        losses = [run(tokens) for _ in range(3)]
+        run, losses = wrap(step), []
+        for _ in range(3):
+            losses.append(run(tokens))
+            with torch.no_grad():
+                losses.append(_language(model, tokens))
         assert not hasattr(run, "compilations") or len(run.compilations) == 1, run.explain()
-        after.append([*losses, *(p.full_tensor() if hasattr(p, "full_tensor") else p for p in some.parameters())])
+        if delay:
+            model.reshard()
+        after.append([*losses, *(p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())])
     for found, expected in zip(after[1], after[0], strict=True):
         torch.testing.assert_close(found.detach().cpu(), expected.detach().cpu(), rtol=1e-4, atol=1e-5)
+
+
+def _refused_in_jit(model: torch.nn.Module, tokens: torch.Tensor) -> None:
+    """What a program cannot do with gradients of sharded modules: hand them on, to a backward outside or to the next call."""
+    from torchax_core.errors import CollectiveError
+
+    def unsent(tokens: torch.Tensor) -> None:
+        model.set_requires_gradient_sync(False)
+        _language(model, tokens).backward()
+
+    for refused, words in (
+        (functools.partial(_language, model), "Call `backward` inside"),
+        (unsent, "into one function"),
+    ):
+        try:
+            jitted(tokens.device, refused)(tokens)
+        except CollectiveError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"ran: {words}")
 
 
 # -- overrides -----------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from torchax_core.convert import is_traced, zeros_array
-from torchax_core.tensor import Storage, Tensor, _tick
+from torchax_core.tensor import Storage, Tensor, _tick, active
 
-__all__ = ["let_storages_be_freed"]
+__all__ = ["Freed", "let_storages_be_freed"]
 
 _untyped_storage = torch.Tensor.untyped_storage
 
@@ -62,8 +62,11 @@ def _resize(storage: torch.UntypedStorage, store: Storage, nbytes: int) -> torch
             f"untyped_storage().resize_: memory on device 'jax' is an array of {whole} bytes, which can be given back (0) and "
             f"taken again ({whole}), but not be {nbytes} bytes long. Use `tensor.resize_`."
         )
-    if is_traced(array) or (nbytes == whole) != isinstance(array, Freed):
-        return storage  # a program decides by itself when it frees
+    if (nbytes == whole) != isinstance(array, Freed):
+        return storage
+    trace = active.trace
+    if is_traced(array) if trace is None else not trace.may_resize(store):
+        return storage  # a program decides by itself when it frees what it has from outside
     store.array = zeros_array(array.shape, array.dtype) if nbytes else Freed(array)  # type: ignore[assignment]
     store.version = next(_tick)
     return storage

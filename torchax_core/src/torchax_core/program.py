@@ -29,6 +29,7 @@ from torchax_core.carriers import Carriers
 from torchax_core.convert import is_traced
 from torchax_core.customs import tracing_functions
 from torchax_core.errors import CollectiveError
+from torchax_core.fully_shard import tracing_fully_shard
 from torchax_core.gradients import Gradients
 from torchax_core.guards import Guards
 from torchax_core.optimizers import tracing_optimizers
@@ -40,7 +41,7 @@ from torchax_core.shardings import resolve, spread_prefix
 from torchax_core.shared_counts import SharedCounts
 from torchax_core.spanning import axis_env, span_of
 from torchax_core.tensor import Aval, Storage, Tensor, active, make_tensor, share_tensor, write_all
-from torchax_core.trace import Trace, get_grad, promote_placeholders, set_grad, watching_grads
+from torchax_core.trace import Again, Trace, get_grad, promote_placeholders, set_grad, watching_grads
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
 from torchax_core.wrapped import Form, guard, parts
 
@@ -66,7 +67,11 @@ def traced(owner: JittedFunction, call: Call, environment: Any) -> Program:
     views = {id(t._store) for t in tensors.values() if t.__class__ is not Tensor}
     fixed = {i: t._store for i, t in tensors.items() if shares[id(t._store)] > 1 and id(t._store) in views}
     while True:
-        program = Program(owner, call, environment, fixed)
+        try:
+            program = Program(owner, call, environment, fixed)
+        except Again as again:
+            again.prepare()
+            continue
         found = program.also_state(leaves)
         if not found and not program.counts_part:
             return program
@@ -162,6 +167,7 @@ class Program:
         self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
         self.span = span_of(self.owner.name, self.jaxpr, trace.groups)
         self.draws = trace.draws
+        self.beginnings = trace.beginnings
         if self.wants_grad and trace.torch_only:
             raise CollectiveError(
                 f"jit({self.owner.name}): its results want gradients, and it calls {', '.join(sorted(trace.torch_only))}, whose "
@@ -214,6 +220,7 @@ class Program:
                 tracing_functions,
                 tracing_optimizers,
                 tracing_scalers,
+                tracing_fully_shard,
                 naming_modules(trace, self.owner.fn),
                 torch.autograd.set_multithreading_enabled(False),
                 _as_written(),
@@ -225,6 +232,8 @@ class Program:
                 args, kwargs = tree if self.owner.static is None else self.owner.static.unmark(tree)
                 result = [self.owner.fn(*args, **kwargs)]
                 del args, kwargs
+                for ending in trace.endings.values():
+                    ending()
                 self.gradients_matter = trace.gradients_matter
                 argument_grads = [
                     (place, inner[place].grad)
@@ -483,6 +492,8 @@ class Program:
 
     def failed_guard(self, leaves: list[Any]) -> str:
         """Empty if the program may run on these arguments; else what changed since it was traced."""
+        for begin in self.beginnings:
+            begin()
         if self.rebinding.sources or self.rebinding.effects:
             failed = self.rebinding.follow(self._replace)
             if failed:

@@ -19,6 +19,7 @@ import torch
 
 from torchax_core.arguments import flatten, opened, unflatten
 from torchax_core.convert import is_traced
+from torchax_core.freeing import Freed
 from torchax_core.places import ABSENT, Place, reachable, set_items
 from torchax_core.reached import look
 from torchax_core.reads import Names
@@ -149,6 +150,8 @@ class Rebinding:
         changed: dict[Any, Place] = {}
         for name in {**before, **after}:
             if name not in before or name not in after or before[name][1] is not after[name][1]:
+                if name in after and _given_back(after[name][1]):
+                    continue  # it has no values: it stays there, and no call has to put it there again
                 place = now.where_new((after.get(name) or before[name])[0], self.before)
                 changed.setdefault(place.name, place)
         lists = {id(p.container): p.container for p in changed.values() if p.kind is list}
@@ -328,6 +331,10 @@ class Rebinding:
 
 def _traced(tensor: torch.Tensor) -> bool:
     return any(is_traced(part._store.array) for part in parts(tensor))
+
+
+def _given_back(tensor: torch.Tensor) -> bool:
+    return all(isinstance(part._store.array, Freed) for part in parts(tensor))
 
 
 def _leaves(value: Any) -> list[Any]:

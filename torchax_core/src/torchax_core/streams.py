@@ -59,14 +59,14 @@ class Stream:
         return hash(DEVICE_TYPE)
 
 
-class Event:
-    """A point in the one stream.
+class Event(torch.Event):
+    """A point in the one stream. C++, which torch.accelerator's streams are, takes an event for torch's own without a look.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.Event.html
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = DEVICE
+    def __new__(cls, *args: Any, **kwargs: Any) -> Event:
+        return super().__new__(cls, DEVICE_TYPE)
 
     def record(self, stream: Any = None) -> None:
         """Nothing to do: JAX does not tell when something has run, so the point is not looked at."""

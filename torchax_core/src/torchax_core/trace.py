@@ -22,6 +22,7 @@ import torch
 from torchax_core.convert import is_traced
 from torchax_core.cuts import cut, cut_unwanted, in_no_grad, run_kernel
 from torchax_core.forms import MISS
+from torchax_core.freeing import Freed
 from torchax_core.known import KnownValues
 from torchax_core.random import RandomState
 from torchax_core.reads import Reads
@@ -30,7 +31,7 @@ from torchax_core.tensor import Storage, Tensor, active, tensors_among
 from torchax_core.view import View, ViewReads, read_views
 from torchax_core.wrapped import is_wrapper, parts
 
-__all__ = ["Lifted", "Trace", "get_grad", "promote_placeholders", "set_grad", "watching_grads"]
+__all__ = ["Again", "Lifted", "Trace", "get_grad", "promote_placeholders", "set_grad", "watching_grads"]
 
 _placeholder_p = jec.Primitive("torchax_state")
 
@@ -121,6 +122,14 @@ def watching_grads(stack: contextlib.ExitStack) -> None:
         patch(stack, kind, "requires_grad", _WatchedRequiresGrad())
 
 
+class Again(Exception):
+    """The function is to be traced once more, from its beginning, after this was done."""
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        super().__init__("a trace was interrupted to begin again")
+        self.prepare = prepare
+
+
 class Lifted:
     """A storage that the traced code met: what it held before, and the tracer that stands for it."""
 
@@ -205,6 +214,8 @@ class Trace:
         self.cleanups: list[Callable[[], None]] = []
         self.shares_counts = True  # whether step counts that are equal are to be one input (shared_counts.py)
         self.shared_counts: dict[int, Any] = {}  # by identity, arrays that several storages hold, and their tracers
+        self.beginnings: list[Callable[[], None]] = []  # what is done before every call, and its guards
+        self.endings: dict[Any, Callable[[], None]] = {}  # by what they are for: what the function does at its end, too
         self.groups: set[Any] = set()  # of processes that collectives were traced among (spanning.py)
         self.torch_only: set[str] = set()  # calls that torch differentiates otherwise than jax would
         self.backward_ran = False
@@ -246,6 +257,8 @@ class Trace:
             if is_traced(store.array):
                 self._given.add(store)  # an argument
                 return
+            if isinstance(store.array, Freed):
+                return  # the op says so
             entry = Lifted(store, self._input_of(store.array))
             self.lifted[id(store)] = entry
             self.outside.add(id(tensor))
@@ -287,7 +300,9 @@ class Trace:
     def _note_grad(self, tensor: torch.Tensor, met: bool = False) -> None:
         """Keep what `.grad` was before the trace, to put it back. met: the code has looked at it."""
         if id(tensor) not in self.grads and (met or _get_requires_grad(tensor)) and tensor.is_leaf:
-            self.grads[id(tensor)] = (tensor, get_grad(tensor))
+            grad = get_grad(tensor)
+            if grad is None or not all(id(part._store) in self._born_ids for part in parts(tensor)):
+                self.grads[id(tensor)] = (tensor, grad)  # else one of the trace, of a tensor of the trace
 
     def grad_met(self, tensor: torch.Tensor) -> None:
         """`tensor.grad` is read or set by the code: if it is the one from before the trace, the program depends on it."""
@@ -343,8 +358,7 @@ class Trace:
             store = result._store
             key = id(store)
             if key not in self._born_ids and key not in self.lifted and store not in self._given:
-                self._born_ids.add(key)
-                self._born.append(weakref.ref(store, lambda _: self._born_ids.discard(key)))
+                self._is_born(store)
                 if self.watched and in_no_grad():
                     cut(store)
             elif key in self.lifted and id(result) not in self.tensors:
@@ -352,6 +366,25 @@ class Trace:
         elif result.__class__ is list or result.__class__ is tuple:
             for item in result:
                 self.note(item)
+
+    def _is_born(self, store: Storage) -> None:
+        key = id(store)
+        self._born_ids.add(key)
+        self._born.append(weakref.ref(store, lambda _: self._born_ids.discard(key)))
+
+    def may_resize(self, store: Storage) -> bool:
+        """Whether a storage may be given back, or taken again, by the code: one made inside, or one from outside that was given
+        back before, and is a new one now (freeing.py)."""
+        if id(store) in self._born_ids:
+            return True
+        freed, reference = store.array, weakref.ref(store)
+        new = isinstance(freed, Freed) and id(store) not in self.lifted
+        if new:
+            self._is_born(store)
+            self.cleanups.append(functools.partial(setattr, store, "array", freed))
+        # of an input, that the program could not do with: `resize_` is called again where it has been
+        self.guards.append(("memory that was given back", lambda: isinstance(_array_of(reference()), Freed), new))
+        return new
 
     def random_arguments(self, state: RandomState) -> tuple[Any, Any]:
         """Key and count for one draw: the program's inputs, and the number of draws before this one."""
@@ -364,9 +397,9 @@ class Trace:
         return self._key, self._count + np.uint32(draw)
 
     def survivors(self) -> list[Storage]:
-        """Storages made inside that are still alive."""
+        """Storages made inside that are still alive, and have not been given back."""
         found = [reference() for reference in self._born]
-        return [store for store in found if store is not None]
+        return [store for store in found if store is not None and not isinstance(store.array, Freed)]
 
     # -- leaving and coming back -----------------------------------------------------------------
 
@@ -409,6 +442,10 @@ class Trace:
         """Put back `.grad` as it was: what the program computes for it is set when the program has run."""
         for tensor, grad in self.grads.values():
             set_grad(tensor, grad)
+
+
+def _array_of(store: Storage | None) -> Any:
+    return None if store is None else store.array
 
 
 def promote_placeholders(closed: Any, count: int) -> Any:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 
 from torchax_core import OpSet
-from torchax_core.tensor import active
-from torchax_ops_c10d.groups import CollectiveError
 
 __all__ = ["ops"]
 
@@ -21,12 +19,6 @@ ops = OpSet("torchax_ops_c10d.fsdp")
 def all_gather_copy_in(all_gather_inputs, all_gather_output, inp_split_sizes, all_gather_input_numel, rank):
     """This rank's part of `all_gather_output`, (members * all_gather_input_numel,), after `all_gather_inputs`, one behind
     another, were written to it; and the whole."""
-    if active.trace is not None:
-        raise CollectiveError(
-            "fully_shard: it puts gathered weights into modules, and takes them out again, by Python that a compiled program "
-            "does not run, so that a module it has sharded cannot be part of a jitted function. Leave the function as it is, "
-            "or, for one program, use torchax_core.distributed.shard_module instead, with rules such as {'*': jax.P('dp')}."
-        )
     part = all_gather_output.narrow(0, all_gather_input_numel * rank, all_gather_input_numel)
     with torch.no_grad():
         part.copy_(torch.cat([tensor.reshape(-1) for tensor in all_gather_inputs]))
