@@ -55,7 +55,10 @@ def refusals(x: torch.Tensor, n: int) -> Tensors:
 
     rank = dist.get_rank()
     for refused, words in (
-        (lambda t: dist.all_reduce(t) if rank else dist.broadcast(t, 0), r"rank [1-9] (has traced )?1 collectives: psum"),
+        (
+            lambda t: dist.all_reduce(t) if rank else dist.broadcast(t, 0),
+            r"rank [1-9] (has traced )?1 collectives: psum",
+        ),
         (lambda t: dist.send(t, 1) if rank == 0 else dist.recv(t, 0), "permute_tensor, which says all pairs"),
     ):
         try:
