@@ -93,15 +93,25 @@ def average_by_hand(x: torch.Tensor, n: int) -> Tensors:
 
 
 def sync_batch_norm(x: torch.Tensor, n: int) -> Tensors:
-    """SyncBatchNorm has no CPU kernels: under gloo, batch norm of all ranks' inputs together."""
+    """SyncBatchNorm, eager and jitted. It has no CPU kernels: under gloo, batch norm of all ranks' inputs together."""
     torch.manual_seed(0)
-    norm = torch.nn.BatchNorm1d(3).to(x.device)
-    if x.device.type == "cpu":
-        x = torch.cat(all_gather(x, n))
+    norm, rank = torch.nn.BatchNorm1d(3).to(x.device), dist.get_rank()
+
+    def step(x: torch.Tensor, norm: torch.nn.Module = norm) -> torch.Tensor:
         out = norm(x)
-        return [out.chunk(n)[dist.get_rank()], norm.running_mean, norm.running_var]
-    norm = torch.nn.SyncBatchNorm.convert_sync_batchnorm(norm)
-    return [norm(x), norm.running_mean, norm.running_var]
+        out.pow(3).sum().backward()
+        return out.detach()
+
+    if x.device.type == "cpu":
+        x = torch.cat(all_gather(x, n)).requires_grad_()
+        out = step(x)
+        return [out.chunk(n)[rank], x.grad.chunk(n)[rank], norm.running_mean, norm.running_var] * 2  # type: ignore[union-attr]
+    found: Tensors = []
+    for wrap in (lambda f: f, functools.partial(jitted, x.device)):
+        mine = torch.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm))
+        x = x.detach().requires_grad_()
+        found += [wrap(functools.partial(step, norm=mine))(x), x.grad, mine.running_mean, mine.running_var]
+    return found
 
 
 def whole_step(options: dict[str, object], x: torch.Tensor, n: int) -> Tensors:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,15 @@ from torchax_core import trees
 from torchax_core.shared_patches import SharedPatches, patch
 from torchax_core.tensor import Tensor, active, wrap_array
 
-__all__ = ["tracing_functions"]
+__all__ = ["put", "tracing_functions"]
+
+_in_other_words: dict[Any, Callable[..., Any]] = {}
+
+
+def put(cls: Any, function: Callable[..., Any]) -> None:
+    """Inside a trace, let `cls.apply` of this torch.autograd.Function, which asks for values, be `function`, made of ops."""
+    _in_other_words[cls] = function
+
 
 _original: Any = torch.autograd.Function.__dict__["apply"]
 
@@ -42,7 +50,7 @@ def tracing_functions(stack: contextlib.ExitStack) -> None:
         original = _original.__get__(None, cls)
         if active.trace is None or cls.__module__.startswith("torchax_") or under_torch_func(args):
             return original(*args, **kwargs)
-        return _apply(cls, original, args, kwargs)
+        return (_in_other_words.get(cls) or functools.partial(_apply, cls, original))(*args, **kwargs)
 
     patch(stack, torch.autograd.Function, "apply", classmethod(apply))
     patch(stack, FunctionMeta, "__getattribute__", _asked)
@@ -85,7 +93,7 @@ class _Context:
         return self.saved_tensors, {n: v for n, v in self.__dict__.items() if n not in _OF_CONTEXT}
 
 
-def _apply(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _apply(cls: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     if (
         cls is CheckpointFunction
     ):  # torch.utils.checkpoint(use_reentrant=True): the same values and gradients, unsaved or not

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from torchax_core import spanning
-from torchax_ops_c10d import members, p2p, reducer
+from torchax_ops_c10d import batch_norm, members, p2p, reducer
 from torchax_ops_c10d.groups import CollectiveError, backend_of, unboxed
 
 __all__ = ["factor_of", "init_single_process", "register"]
@@ -52,6 +52,7 @@ def _create(options: Any, _: Any) -> Any:
     if found is not None:
         members.register(options.group_id, backend, found)
         reducer.install()
+        batch_norm.install()
         if found.size > 1:
             p2p.connect(options)
     return backend
