@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from torchax_core.opset import OpSet
-from torchax_core.promotion import INT_TO_FLOAT, opmath
+from torchax_core.promotion import INT_TO_FLOAT, SAME, opmath
 from torchax_ops_aten._derivatives import absolute, root
 from torchax_ops_aten.copying import cast
 from torchax_ops_aten.sorting import sort_with_indices
@@ -335,6 +335,24 @@ def linalg_vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
 def norm(self, p=2, dim=(), keepdim=False, *, dtype=None):
     """`linalg_vector_norm` under its older name; `p=None` is 2."""
     return linalg_vector_norm(self, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@ops.lowering("aten::cosine_similarity", promote=SAME)
+def cosine_similarity(x1, x2, dim=1, eps=1e-8):
+    """The product of two vectors of norm 1 along `dim`; x1, x2: broadcast. As in torch, `eps` bounds the norms from below,
+    and is no part of the gradient.
+
+    By reciprocals of the norms: XLA takes four times as long for torch's division of each element, and its gradient.
+    """
+    x1, x2 = jnp.broadcast_arrays(opmath(x1), opmath(x2))
+    axis = dim if x1.ndim else None
+
+    def scaled(x: jax.Array) -> jax.Array:
+        norm = root(jnp.sum(x * x, axis=axis, keepdims=True))
+        norm = jnp.where(norm < eps, norm + lax.stop_gradient(eps - norm), norm)
+        return x * (1 / norm)
+
+    return jnp.sum(scaled(x1) * scaled(x2), axis=axis)
 
 
 # -- order statistics ----------------------------------------------------------------------------
