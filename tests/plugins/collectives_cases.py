@@ -21,6 +21,9 @@ warnings.filterwarnings("ignore", category=FutureWarning)  # 2.14 renames all_ga
 Tensors = list[torch.Tensor]
 FACTOR = 3.0
 REDUCTIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor", "premul_sum")
+ROUNDED = 1e-4
+HALF_SUMS = 2**-8
+"""Of bfloat16: what is summed in it depends on the order of the ranks by its last bit."""
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int32, torch.int64, torch.int8, torch.uint8)
 FEW = (torch.float32, torch.int64, torch.bool)
@@ -31,7 +34,7 @@ DTYPES = (*FLOATS, *WHOLE, torch.bool, torch.complex64)
 class Case:
     """One call. rows: the length of dimension 0, for each member; root: the only rank whose result is defined.
 
-    rounded: results are compared as floats are, not bit for bit.
+    rounded: how far apart results may be, relative to them; 0 compares bit for bit.
     """
 
     name: str
@@ -43,7 +46,7 @@ class Case:
     root: int | None = None
     ranked: bool = False
     scalar: bool = False
-    rounded: bool = False
+    rounded: float = 0.0
 
     @property
     def key(self) -> str:

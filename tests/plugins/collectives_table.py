@@ -178,7 +178,7 @@ def reference(case: Case, gloo: list[dict[str, Outcome]]) -> tuple[str, list[Out
     return "definition", [[result]] * members
 
 
-def difference(found: Outcome, expected: Outcome, rounded: bool) -> str | None:
+def difference(found: Outcome, expected: Outcome, rounded: float) -> str | None:
     """How they differ, if they do."""
     if isinstance(found, str):
         return found
@@ -189,7 +189,9 @@ def difference(found: Outcome, expected: Outcome, rounded: bool) -> str | None:
     for mine, theirs in zip(found, expected, strict=True):
         if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
             return f"{mine.dtype} of shape {tuple(mine.shape)}, not {theirs.dtype} of shape {tuple(theirs.shape)}"
-        if not (torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5) if rounded else torch.equal(mine, theirs)):
+        if not (
+            torch.allclose(mine, theirs, rtol=rounded, atol=rounded / 10) if rounded else torch.equal(mine, theirs)
+        ):
             return f"values differ: {mine.flatten()[:4].tolist()}, not {theirs.flatten()[:4].tolist()}"
     return None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from collectives_cases import Case, Tensors, all_gather, all_reduce, functional_all_reduce
+from collectives_cases import HALF_SUMS, ROUNDED, Case, Tensors, all_gather, all_reduce, functional_all_reduce
 from jitted_cases import constants, in_jit, jitted
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 
@@ -415,21 +415,24 @@ def training(full: bool) -> list[Case]:
         ", static_graph, bucket views": {"static_graph": True, "gradient_as_bucket_view": True},
     }
     for kind, options in kinds.items() if full else list(kinds.items())[:4]:
-        found.append(Case(f"DDP{kind}", single, functools.partial(ddp, options), ranked=True, rounded=True))
+        rounded = HALF_SUMS if "bfloat16" in kind else ROUNDED
+        found.append(Case(f"DDP{kind}", single, functools.partial(ddp, options), ranked=True, rounded=rounded))
     sharding: dict[str, dict[str, object]] = {
         "": {"delay": True},
         ", kept after forward, gradients clipped": {"reshard_after_forward": False, "clip": 0.5},
     }
     for kind, options in sharding.items() if full else list(sharding.items())[:1]:
-        found.append(Case(f"fully_shard{kind}", single, functools.partial(sharded, options), ranked=True, rounded=True))
-    found.append(Case("DTensor, parallelize_module", single, parallelized, ranked=True, rounded=True))
+        found.append(
+            Case(f"fully_shard{kind}", single, functools.partial(sharded, options), ranked=True, rounded=ROUNDED)
+        )
+    found.append(Case("DTensor, parallelize_module", single, parallelized, ranked=True, rounded=ROUNDED))
     for kind, options in (("", {}), (", bucket views", {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001})):
         if full or not kind:
             body = functools.partial(whole_step, options)
-            found.append(Case(f"DDP, whole step{kind}", single, body, ranked=True, rounded=True))
-    found.append(Case("several groups in jit", single, in_jit, ranked=True, rounded=True))
+            found.append(Case(f"DDP, whole step{kind}", single, body, ranked=True, rounded=ROUNDED))
+    found.append(Case("several groups in jit", single, in_jit, ranked=True, rounded=ROUNDED))
     found.append(Case("constants in jit", single, constants, ranked=True))
-    found.append(Case("overrides", single, overridden, ranked=True, rounded=True))
-    found.append(Case("average_gradients", single, average_by_hand, ranked=True, rounded=True))
-    found.append(Case("SyncBatchNorm", single, sync_batch_norm, ranked=True, rounded=True))
+    found.append(Case("overrides", single, overridden, ranked=True, rounded=HALF_SUMS))
+    found.append(Case("average_gradients", single, average_by_hand, ranked=True, rounded=ROUNDED))
+    found.append(Case("SyncBatchNorm", single, sync_batch_norm, ranked=True, rounded=ROUNDED))
     return found
