@@ -32,6 +32,7 @@ from torchax_core.errors import CollectiveError
 from torchax_core.fully_shard import tracing_fully_shard
 from torchax_core.gradients import Gradients
 from torchax_core.guards import Guards
+from torchax_core.joint import Backward, Halves, JointProgram
 from torchax_core.optimizers import tracing_optimizers
 from torchax_core.placement import Placed, constrain, several_devices, sharding_of, spread
 from torchax_core.rebinding import Output, Rebinding
@@ -138,6 +139,8 @@ class Program:
         self.gradients = Gradients()
         self.born: list[tuple[weakref.ref[Storage], int]] = []
         self.differentiable: DifferentiableProgram | None = None
+        self.backward: Backward | None = None
+        self.halves: Halves | None = None
         self.compiled: Any = None
         self.layouts: list[Any] | None = None
         self.chosen: Any = None
@@ -165,6 +168,11 @@ class Program:
         jaxpr = jax.make_jaxpr(traced, axis_env=axis_env())(random.key, np.uint32(random.count & 0xFFFF_FFFF), *arrays)
         trace = self.trace
         self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
+        if self.backward is not None:
+            first = len(self.jaxpr.jaxpr.invars) - len(trace.bound)
+            cotangents = [first + trace.bound[id(c)] for c in self.backward.cotangents]
+            self.halves = Halves(self.jaxpr, cotangents, self.backward.count)
+            self.jaxpr = self.halves.alone
         self.span = span_of(self.owner.name, self.jaxpr, trace.groups)
         self.draws = trace.draws
         self.beginnings = trace.beginnings
@@ -272,13 +280,18 @@ class Program:
     ) -> list[Any]:
         """The program's outputs: results, new values of what was written, gradients, and what was made and kept."""
         outputs: list[Any] = []
-        places: dict[int, int] = {}
+        places: dict[Any, int] = {}
+        histories: dict[int, tuple[Tensor, Any]] = {}  # of outputs that want gradients
 
-        def out(array: Any) -> int:
-            if id(array) not in places:
-                places[id(array)] = len(outputs)
+        def out(array: Any, tensor: Tensor | None = None) -> int:
+            history = None if tensor is None or not tensor.requires_grad else tensor.grad_fn or tensor
+            key = (id(array), id(history))
+            if key not in places:
+                places[key] = len(outputs)
                 outputs.append(array)
-            return places[id(array)]
+                if tensor is not None and history is not None:
+                    histories[places[key]] = (tensor, history)
+            return places[key]
 
         def wrapped(tensor: torch.Tensor) -> list[tuple[int, Aval]]:
             return [(out(p._array()), Aval.of(p.shape, _dense(p), p.dtype)) for p in parts(tensor)]
@@ -323,6 +336,7 @@ class Program:
                 self.born.append((weakref.ref(store), out(store.array)))
         history = self._note_places(trace, inner, bool(survivors), out)
         self.wants_grad = self.wants_grad or (history and not trace.backward_ran)
+        backward = self._trace_backward(trace, inner, histories) if self.wants_grad else None
         self.gradients.read = [(tensor, grad) for tensor, grad in trace.grads.values() if trace.is_state(grad)]
         self.captured = [entry.store for entry in trace.lifted.values()]
         self.captured_ids = frozenset(map(id, self.captured))
@@ -348,9 +362,40 @@ class Program:
             key=lambda pair: trace.bound[id(pair[0])],
         )
         self.input_order = [what for _, what in order]
+        if backward is not None:
+            self.backward = backward
+        if backward is not None and backward.gradients is not None:
+            numbers = {id(self.captured[i]): n for n, (kind, i) in enumerate(self.input_order) if kind == "store"}
+            first = 2 + len(self.argument_places)
+            self.wanted = backward.sort_by(
+                [
+                    2 + n
+                    for n, i in enumerate(self.argument_places)
+                    if isinstance(inner[i], Tensor) and inner[i].requires_grad
+                ]
+                + [first + numbers[id(store)] for store in self._wanting]
+            )
+            outputs += [g for g in backward.gradients if g is not None]
         return outputs
 
-    def _note_results(self, trace: Trace, result: list[Any], objects: list[Any], out: Callable[[Any], int]) -> bool:
+    def _trace_backward(self, trace: Trace, inner: list[Any], histories: dict[int, Any]) -> Backward | None:
+        """Trace torch's backward as well, where each input that wants gradients is one tensor."""
+        arguments = [inner[place] for place in self.argument_places if isinstance(inner[place], Tensor)]
+        state = [
+            (tensor, store)
+            for tensor, store in trace.tensors.values()
+            if id(store) in trace.lifted and id(tensor) not in trace.aliases and tensor.requires_grad
+        ]
+        stores = [id(t._store) for t in arguments] + [id(store) for _, store in state]
+        if trace.torch_only or len(set(stores)) != len(stores) or any(t.__class__ is not Tensor for t, _ in state):
+            return None
+        wanted = [t for t in arguments if t.requires_grad] + [t for t, _ in state]
+        with tracing_functions, _as_written(), trace.unwatched():
+            found = Backward.of({at: tensor for at, (tensor, _) in histories.items()}, wanted, trace.placeholder)
+        self._wanting = [store for _, store in state]
+        return found
+
+    def _note_results(self, trace: Trace, result: list[Any], objects: list[Any], out: Callable[..., int]) -> bool:
         """Make outputs of the tensors in the result; whether any wants gradients."""
         given = {id(o): i for i, o in enumerate(objects)}
         # taken out of its list, so that no other frame holds the result, and nothing does after this
@@ -381,7 +426,7 @@ class Program:
                 wants_grad = wants_grad or leaf.requires_grad
                 array = leaf._array() if sharding is None else constrain(leaf._array(), sharding)
                 self.results.append(
-                    _Result(out(array), Aval.of(leaf.shape, _dense(leaf), leaf.dtype), leaf.requires_grad)
+                    _Result(out(array, leaf), Aval.of(leaf.shape, _dense(leaf), leaf.dtype), leaf.requires_grad)
                 )
             elif isinstance(leaf, (jax.Array, jax.core.Tracer)):
                 self.results.append(_Result(out(leaf if sharding is None else constrain(leaf, sharding)), None))
@@ -391,7 +436,7 @@ class Program:
                 self.results.append(leaf)
         return wants_grad
 
-    def _note_changes(self, trace: Trace, tree: Any, inner: list[Any], out: Callable[[Any], int]) -> None:
+    def _note_changes(self, trace: Trace, tree: Any, inner: list[Any], out: Callable[..., int]) -> None:
         """If the function has changed lists, dicts or caches among its arguments, what they are to be after each call."""
         self.changes: tuple[Any, list[Any]] | None = None
         leaves: list[Any] = []
@@ -404,10 +449,10 @@ class Program:
                 trace.lift(leaf)
                 known = places.get(id(leaf))
                 aval = Aval.of(leaf.shape, _dense(leaf), leaf.dtype)
-                leaves[i] = Output(out(leaf._array()), leaf, aval) if known is None else _Leaf(known)
+                leaves[i] = Output(out(leaf._array(), leaf), leaf, aval) if known is None else _Leaf(known)
         self.changes = (structure, leaves)
 
-    def _note_places(self, trace: Trace, inner: list[Any], survivors: bool, out: Callable[[Any], int]) -> bool:
+    def _note_places(self, trace: Trace, inner: list[Any], survivors: bool, out: Callable[..., int]) -> bool:
         """Make outputs of tensors that the function has put elsewhere; whether any of them has gradients to hand on."""
         history = False
         arguments = {id(leaf): i for i, leaf in enumerate(inner) if isinstance(leaf, Tensor)}
@@ -415,7 +460,7 @@ class Program:
         def output(tensor: Tensor) -> Output:
             nonlocal history
             history = history or (tensor.requires_grad and not tensor.is_leaf)
-            return Output(out(tensor._array()), tensor, Aval.of(tensor.shape, _dense(tensor), tensor.dtype))
+            return Output(out(tensor._array(), tensor), tensor, Aval.of(tensor.shape, _dense(tensor), tensor.dtype))
 
         def captured(tensor: torch.Tensor) -> bool:
             if not isinstance(tensor, Tensor):
@@ -459,7 +504,12 @@ class Program:
         ]
         run = jec.jaxpr_as_fun(self.jaxpr)
         if self.wants_grad:
-            self.differentiable = DifferentiableProgram(run, compile=None if self.span is None else self.span.compile)
+            compile = None if self.span is None else self.span.compile
+            if self.halves is None or self.backward is None or self.backward.gradients is None:
+                self.differentiable = DifferentiableProgram(run, compile=compile)
+            else:
+                self.differentiable = JointProgram(self.halves, self.backward, self.wanted, compile)
+                self.backward = self.halves = None
         for program in known:
             if (
                 program.donated == self.donated

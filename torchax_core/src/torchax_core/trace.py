@@ -326,20 +326,21 @@ class Trace:
     def host_input(self, read: Callable[[], Any]) -> Any:
         """A traced array for a value read from the host (a learning rate, a generator's draw) before every call."""
         value = read()
-        tracer = self._placeholder(jax.typeof(value))
+        tracer = self.placeholder(jax.typeof(value))
         self.host_inputs.append((read, tracer))
         return tracer
 
     def _input_of(self, array: Any) -> Any:
         """A traced array for what a storage holds: one for all that hold the same step count."""
         if id(array) not in self.shared_counts:
-            return self._placeholder(jax.typeof(array))
+            return self.placeholder(jax.typeof(array))
         tracer = self.shared_counts[id(array)]
         if tracer is None:
-            tracer = self.shared_counts[id(array)] = self._placeholder(jax.typeof(array))
+            tracer = self.shared_counts[id(array)] = self.placeholder(jax.typeof(array))
         return tracer
 
-    def _placeholder(self, aval: Any) -> Any:
+    def placeholder(self, aval: Any) -> Any:
+        """A traced array that becomes an input of the program."""
         index = len(self.bound)
         with jec.set_current_trace(self._outer):
             tracer = _placeholder_p.bind(index=index, aval=aval)
@@ -350,6 +351,15 @@ class Trace:
     def watched(self) -> bool:
         """Whether the results may want gradients."""
         return self._grad_enabled and not self.backward_ran
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Trace a backward of torch's: it is run without gradients, but what it computes has derivatives."""
+        before, self.backward_ran = self.backward_ran, True
+        try:
+            yield
+        finally:
+            self.backward_ran = before
 
     def note(self, result: Any) -> None:
         """Remember storages made inside, by weak reference: those alive at the end are results of the program. What is

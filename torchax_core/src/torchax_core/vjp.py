@@ -19,7 +19,7 @@ import torch.autograd.forward_ad as forward_ad
 from torchax_core.placement import laid_out_like, several_devices
 from torchax_core.tensor import Tensor, active, wrap_array
 
-__all__ = ["DifferentiableProgram", "differentiable_call", "forward_ad_level", "has_tangent"]
+__all__ = ["DifferentiableProgram", "Residuals", "differentiable_call", "forward_ad_level", "has_tangent", "x64_of"]
 
 
 def forward_ad_level() -> int:
@@ -40,7 +40,7 @@ def _conjugate(array: Any) -> Any:
     return jnp.conj(array) if jnp.issubdtype(array.dtype, jnp.complexfloating) else array
 
 
-def _x64(program: DifferentiableProgram) -> Any:
+def x64_of(program: DifferentiableProgram) -> Any:
     """64-bit types on for lowerings; for a user's own function, JAX as it was set up when the function was called."""
     return jax.enable_x64(True) if program.x64 else contextlib.nullcontext()
 
@@ -61,7 +61,7 @@ def _is_inexact(array: Any) -> bool:
     return _inexact(array.dtype)
 
 
-class _Residuals:
+class Residuals:
     """What a forward leaves for its backward: a function of cotangents (jax.vjp's), but for arrays that are its inputs.
 
     jax.jit gives an input that it returns as a copy, and the caller has the inputs anyway.
@@ -72,7 +72,7 @@ class _Residuals:
         self.layout = layout  # the function's structure as a pytree; for each leaf the input that it is
 
     @classmethod
-    def of(cls, pullback: Any, inputs: Sequence[Any]) -> _Residuals:
+    def of(cls, pullback: Any, inputs: Sequence[Any]) -> Residuals:
         """From the function, while the forward is traced with these inputs."""
         leaves, structure = jax.tree.flatten(pullback)
         positions = {id(array): i for i, array in enumerate(inputs)}
@@ -87,7 +87,7 @@ class _Residuals:
 
 
 jax.tree_util.register_pytree_node(
-    _Residuals, lambda r: (r.kept, r.layout), lambda layout, kept: _Residuals(kept, layout)
+    Residuals, lambda r: (r.kept, r.layout), lambda layout, kept: Residuals(kept, layout)
 )
 
 
@@ -121,29 +121,29 @@ class DifferentiableProgram:
     def made_for(self, wanted: tuple[int, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """(forward, backward) differentiating with respect to the inputs at these positions.
 
-        forward(*arrays) -> (results, _Residuals); backward(pullback, cotangents) -> gradients of the wanted inputs.
+        forward(*arrays) -> (results, Residuals); backward(pullback, cotangents) -> gradients of the wanted inputs.
         """
         pair = self._made.get(wanted)
         if pair is None:
             fn = self.fn
 
             def forward(*arrays: Any) -> Any:
-                with _x64(self):
+                with x64_of(self):
                     results, pullback = jax.vjp(_of_wanted(fn, wanted, arrays), *[arrays[i] for i in wanted])
-                    return results, _Residuals.of(pullback, arrays)
+                    return results, Residuals.of(pullback, arrays)
 
             def backward(pullback: Any, cotangents: Sequence[Any]) -> Any:
-                with _x64(self):
+                with x64_of(self):
                     return tuple(map(_conjugate, pullback(tuple(map(_conjugate, cotangents)))))
 
-            if self.compile is not None:
-                pair = self.compile(forward), self.compile(backward)
-            elif self.jit:
-                pair = jax.jit(forward, inline=True), jax.jit(backward, inline=True)
-            else:
-                pair = forward, backward
-            self._made[wanted] = pair
+            pair = self._made[wanted] = self.compiled(forward), self.compiled(backward)
         return pair
+
+    def compiled(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward or backward `fn`, run as this program is."""
+        if self.compile is not None:
+            return self.compile(fn)
+        return jax.jit(fn, inline=True) if self.jit else fn
 
     def second(self, wanted: tuple[int, ...], count: int) -> DifferentiableProgram:
         """The backward as a function of (inputs..., cotangents of inexact results...), for create_graph."""
@@ -204,7 +204,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Any, arrays: Any, wanted: Any, *tensors: torch.Tensor) -> Any:
         forward, _ = program.made_for(wanted)
-        with _x64(program):
+        with x64_of(program):
             results, ctx.residuals = forward(*arrays)
         ctx.program, ctx.arrays, ctx.wanted = program, arrays, wanted
         ctx.avals = [r.aval for r in results]
@@ -243,11 +243,14 @@ class _Call(torch.autograd.Function):
         path: str = getattr(ctx, "path", "") if active.trace is not None else ""
         if path:
             backward = jax.named_scope(f"backward/{path}")(backward)
-        with _x64(ctx.program):
+        with x64_of(ctx.program):
             gradients = backward(ctx.residuals.pullback(ctx.arrays), given)
         if several_devices():  # XLA would have the whole gradient of a sharded weight on every device
-            gradients = tuple(laid_out_like(g, ctx.arrays[at]) for g, at in zip(gradients, ctx.wanted, strict=True))
-        return (None, None, None, *_noted([wrap_array(g) for g in gradients]))
+            gradients = tuple(
+                None if g is None else laid_out_like(g, ctx.arrays[at])
+                for g, at in zip(gradients, ctx.wanted, strict=True)
+            )
+        return (None, None, None, *_noted([None if g is None else wrap_array(g) for g in gradients]))
 
     @staticmethod
     def jvp(ctx: Any, *given: Any) -> Any:
@@ -289,7 +292,7 @@ def differentiable_call(program: DifferentiableProgram, operands: Sequence[Any])
         if isinstance(o, Tensor) and (backward and o.requires_grad or forward and has_tangent(o))
     )
     if not wanted:
-        with _x64(program):
+        with x64_of(program):
             results = program.alone(*arrays)
         return _noted(tuple(program.wrap(i, r) for i, r in enumerate(results)))
     return _Call.apply(program, arrays, wanted, *[operands[i] for i in wanted])  # type: ignore[no-any-return]
