@@ -142,7 +142,7 @@ def test_checkpointed_layers_and_dropout() -> None:
     assert all(bool(t) for t in run(True))
 
 
-def test_where_torchs_backward_cannot_be_traced_jaxs_is_taken() -> None:
+def test_a_function_whose_backward_asks_for_values_runs_where_none_is_wanted() -> None:
     class ByValue(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
