@@ -204,6 +204,45 @@ def test_an_argument_that_is_state_too() -> None:
     assert "also state of the function" in step.explain()
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_parameters_that_are_arguments_and_state_have_one_gradient(cleared: bool) -> None:
+    def train(device: str) -> tuple[list[float], list[torch.Tensor]]:
+        model = torch.nn.Linear(3, 2)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.arange(p.numel()).reshape(p.shape) / 10)
+        model.to(device)
+
+        def step(parameters, x):
+            loss = model(x).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for p in parameters.values():
+                    p.sub_(p.grad, alpha=0.1)
+                    if cleared:
+                        p.grad = None
+            return loss.detach()
+
+        run = torchax_core.jit(step) if device == "jax" else step
+        x = torch.tensor([[1.0, 2, 3], [-1, 0, 1]], device=device)
+        losses = [run(dict(model.named_parameters()), x).item() for _ in range(3)]
+        return losses, [p.detach().cpu() for p in model.parameters()]
+
+    torch.testing.assert_close(train("jax"), train("cpu"))
+
+
+def test_the_error_of_a_function_whose_argument_is_state_too_is_its_own() -> None:
+    state = torch.ones(2, device="jax")
+
+    @torchax_core.jit
+    def step(x):
+        raise ValueError(f"mine {(x + state).shape}")
+
+    with pytest.raises(ValueError, match="mine"):
+        step(state)
+    assert state.tolist() == [1, 1]
+
+
 def test_arguments_that_share_a_storage() -> None:
     @torchax_core.jit
     def step(x, y):

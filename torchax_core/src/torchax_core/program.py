@@ -14,6 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -256,6 +257,12 @@ class Program:
             outputs = self._collect(trace, result, tree, inner, objects, placeholders, (argument_grads, wrapper_grads))
             succeeded = True
             return outputs
+        except Exception as error:
+            # Perhaps because arguments that are state as well were two tensors each, the `.grad` of one unknown to the other.
+            found = self._among(trace.lifted.keys(), leaves)
+            if found and not isinstance(error, Again):
+                raise Again(functools.partial(self.fixed.update, found)) from error
+            raise
         finally:
             if succeeded:
                 self.rebinding.restore()
@@ -534,11 +541,15 @@ class Program:
 
     def also_state(self, leaves: list[Any]) -> dict[int, Storage]:
         """Arguments whose storage the function captures too, by place."""
+        return self._among(self.captured_ids, leaves)
+
+    def _among(self, stores: AbstractSet[int], leaves: list[Any]) -> dict[int, Storage]:
+        """Arguments whose storages are among these, given by identity."""
         places = [i for i in self.argument_places if isinstance(leaves[i], Tensor)] if self.argument_places else []
-        stores = [*map(_STORE, map(leaves.__getitem__, places))]
-        if self.captured_ids.isdisjoint(map(id, stores)):
+        given = [*map(_STORE, map(leaves.__getitem__, places))]
+        if stores.isdisjoint(map(id, given)):
             return {}
-        return {i: store for i, store in zip(places, stores, strict=True) if id(store) in self.captured_ids}
+        return {i: store for i, store in zip(places, given, strict=True) if id(store) in stores}
 
     def failed_guard(self, leaves: list[Any]) -> str:
         """Empty if the program may run on these arguments; else what changed since it was traced."""
