@@ -93,6 +93,21 @@ def test_batch_norm_over_two_processes():
     torch.testing.assert_close(sums[3].cpu(), grad.sum((0, 2)))
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights_are_half", [False, True])
+def test_parts_of_batch_norm_have_the_dtypes_of_what_they_are_for(half, weights_are_half):
+    x = sample((4, 3, 2), half).to("jax")
+    w = torch.ones(3, dtype=half if weights_are_half else torch.float32, device="jax")
+    mean, invstd = torch.batch_norm_stats(x, 1e-5)
+    out = torch.batch_norm_elemt(x, w, w, mean, invstd, 1e-5)
+    sum_dy, sum_dy_xmu, *grads = torch.batch_norm_backward_reduce(x, x, mean, invstd, w, True, True, True)
+    back = torch.batch_norm_backward_elemt(
+        x, x, mean, invstd, w, sum_dy, sum_dy_xmu, torch.full((1,), 8).int().to("jax")
+    )
+    assert {t.dtype for t in (mean, invstd, sum_dy, sum_dy_xmu)} == {torch.float32}
+    assert out.dtype is back.dtype is half and {g.dtype for g in grads} == {w.dtype}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_keep_float32_statistics(dtype):
     x = sample((4, 3, 8), dtype)

@@ -61,3 +61,36 @@ def test_lowerings_of_some_length_have_a_docstring(family):
         body = inspect.unwrap(definition.body)
         if inspect.isfunction(body) and len(inspect.getsource(body).splitlines()) > 6:
             assert inspect.getdoc(definition.body), f"{definition.op} at {definition.origin} has no docstring"
+
+
+X, HALF, WHERE = torch.linspace(0.1, 0.9, 24).reshape(4, 6), torch.linspace(-1, 1, 12).reshape(4, 3), torch.arange(4)
+VOLUME, PLACES = (
+    torch.linspace(-1, 1, 64).reshape(1, 1, 4, 4, 4),
+    torch.tensor([[[[[0, 2], [8, 10]], [[32, 34], [40, 42]]]]]),
+)
+WITHOUT_META = {
+    "_masked_softmax": (X, X > 2, 1),
+    "_masked_softmax_backward": (X, X, X > 2, 1),
+    "glu_jvp": (HALF, X, X, 1),
+    "glu_backward_jvp": (X, HALF, X, HALF, X, 1),
+    "matmul_backward": (torch.ones(4, 4), X, X.T.contiguous(), [True, True]),
+    "multi_margin_loss_backward": (torch.ones(()), X, WHERE, 1, 1.0),
+    "multilabel_margin_loss_backward": (torch.ones(()), X, torch.zeros(4, 6, dtype=torch.int64), 1, X),
+    "fractional_max_pool3d_backward": (torch.ones(1, 1, 2, 2, 2), VOLUME, [2, 2, 2], [2, 2, 2], PLACES),
+    "_standard_gamma_grad": (X, X),
+    "_sample_dirichlet": (X,),
+    "_dirichlet_grad": (X, X, X + 1),
+    "binomial": (X, X),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("op", WITHOUT_META)
+def test_results_that_no_meta_kernel_describes_have_the_dtype_of_what_they_are_of(op, dtype):
+    def given(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        return x.to("jax", dtype) if x.is_floating_point() else x.to("jax")
+
+    found = getattr(torch.ops.aten, op)(*map(given, WITHOUT_META[op]))
+    assert {t.dtype for t in (found if isinstance(found, (tuple, list)) else [found])} == {dtype}

@@ -399,6 +399,8 @@ class LoweringKernel:
         if self.definition.value_check is not None:
             check_values(self.func, self.definition.value_check, self._bind(args, kwargs))
         draws, call = self._drawing(bound, metas, arrays)
+        if avals is None:
+            call = self._rounded(call, metas)
         body = self._guarded(call, avals)
         if avals is None:
             traced = [*arrays, jax.random.key(0), np.uint32(0)] if draws else arrays
@@ -585,6 +587,26 @@ class LoweringKernel:
             n: cast(v, own) if kinds[n] is SCALAR and (own := scalar_dtype(tensors, metas.get(n))) else v
             for n, v in template.items()
         }
+
+    def _rounded(self, call: Callable[..., Any], metas: dict[str, Any]) -> Callable[..., Any]:
+        """`call` with the results that come in the type it computes in, in the one that the promotion rule promises: for ops
+        without a meta kernel to say so."""
+        promote = self.definition.promote
+        if promote.kind is None or self.definition.kind == "decomposition":
+            return call
+        taking = promote.arguments or tuple(metas)
+        types = elementwise_dtypes(*self._promoting(metas, taking), type_promotion_kind=promote.kind)
+        compute, promised = map(jax_dtype, types)
+        if compute == promised:
+            return call
+
+        def rounded(arrays: Sequence[jax.Array]) -> Any:
+            results = call(arrays)
+            if results is NotImplemented:
+                return results
+            return jax.tree.map(lambda r: r.astype(promised) if r.dtype == compute else r, results)
+
+        return rounded
 
     def _promoting(self, metas: dict[str, Any], taking: tuple[str, ...]) -> list[Any]:
         """The tensors and numbers among the arguments `taking` that decide the common dtype."""

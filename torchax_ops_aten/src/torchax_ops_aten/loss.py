@@ -121,7 +121,7 @@ def _multi_margin_loss_refused(self, target):
 def multi_margin_loss_backward(grad_output, self, target, p, margin, weight=None, reduction=1):
     """The gradient of `self` in :func:`multi_margin_loss`."""
     loss, pull = jax.vjp(lambda x: multi_margin_loss(x, target, p, margin, weight, reduction), opmath(self))
-    return pull(opmath(grad_output).reshape(loss.shape))[0]
+    return pull(opmath(grad_output).reshape(loss.shape))[0].astype(self.dtype)
 
 
 @ops.lowering("aten::multilabel_margin_loss_forward")
@@ -154,7 +154,7 @@ def _multilabel_margin_loss_refused(self, target):
 def multilabel_margin_loss_backward(grad_output, self, target, reduction, is_target):
     """The gradient of `self` in :func:`multilabel_margin_loss_forward`."""
     loss, pull = jax.vjp(lambda x: multilabel_margin_loss_forward(x, target, reduction)[0], opmath(self))
-    return pull(opmath(grad_output).reshape(loss.shape))[0]
+    return pull(opmath(grad_output).reshape(loss.shape))[0].astype(self.dtype)
 
 
 # -- connectionist temporal classification ------------------------------------------------------------

@@ -224,12 +224,15 @@ def matmul(self, other):
 
 @ops.lowering("aten::matmul_backward", differentiable=True)
 def matmul_backward(grad, self, other, mask):
-    """Gradients of `matmul`; None where not asked for.
+    """Gradients of `matmul`, in the dtypes of what they are of; None where not asked for.
 
     grad: as `matmul(self, other)`.
     """
-    wants_self, wants_other = mask
-    self, other = jnp.conj(self), jnp.conj(other)
+    found = _matmul_gradients(grad, jnp.conj(self), jnp.conj(other), *mask)
+    return tuple(None if g is None else g.astype(x.dtype) for g, x in zip(found, (self, other), strict=True))
+
+
+def _matmul_gradients(grad, self, other, wants_self, wants_other):
     if self.ndim == other.ndim == 1:
         return (grad * other if wants_self else None), (grad * self if wants_other else None)
     if self.ndim == 1:  # (k,) @ (..., k, m) -> (..., m)

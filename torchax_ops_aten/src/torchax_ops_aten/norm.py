@@ -198,24 +198,26 @@ def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
     """`input` normalized by given statistics (c,), then scaled and shifted."""
     _, per_channel = _batch_axes(input)
     normalized = (opmath(input) - _optional(mean, per_channel)) * _optional(invstd, per_channel)
-    return _affine(normalized, _optional(weight, per_channel), _optional(bias, per_channel))
+    result = _affine(normalized, _optional(weight, per_channel), _optional(bias, per_channel))
+    return result.astype(input.dtype)
 
 
 @ops.lowering("aten::batch_norm_backward_reduce")
 def batch_norm_backward_reduce(grad_out, input, mean, invstd, weight, input_g, weight_g, bias_g):
     """This process's sums of the gradient, and of it times `input - mean`, with the gradients of `weight` and `bias`.
 
-    returns: four of (c,); None for those not wanted (`input_g`: the first two).
+    returns: four of (c,), the last two in the weight's dtype; None for those not wanted (`input_g`: the first two).
     """
     axes, per_channel = _batch_axes(input)
     grad = opmath(grad_out)
+    stored = grad.dtype if weight is None else weight.dtype
     total = grad.sum(axes)
     along = (grad * (opmath(input) - _optional(mean, per_channel))).sum(axes)
     return (
         total if input_g else None,
         along if input_g else None,
-        along * opmath(invstd) if weight_g else None,
-        total if bias_g else None,
+        (along * opmath(invstd)).astype(stored) if weight_g else None,
+        total.astype(stored) if bias_g else None,
     )
 
 
@@ -227,7 +229,7 @@ def batch_norm_backward_elemt(grad_out, input, mean, invstd, weight, sum_dy, sum
     centered = opmath(input) - _optional(mean, per_channel)
     shift, scale = (_optional(x, per_channel) / count.sum() for x in (sum_dy, sum_dy_xmu))
     grad = (opmath(grad_out) - shift - centered * invstd * invstd * scale) * invstd
-    return _affine(grad, _optional(weight, per_channel), None)
+    return _affine(grad, _optional(weight, per_channel), None).astype(input.dtype)
 
 
 # -- layer, group and RMS norm -----------------------------------------------------------------------

@@ -207,7 +207,7 @@ def _to_positions(values: jax.Array, indices: jax.Array, spatial: Sequence[int],
 
 def _max_pool_backward(grad_output: jax.Array, self: jax.Array, indices: jax.Array, ndim: int) -> jax.Array:
     """The gradient of any pooling by maximum: what comes in goes to where the maxima were."""
-    return _to_positions(opmath(grad_output), indices, self.shape[-ndim:], add=True)
+    return _to_positions(opmath(grad_output), indices, self.shape[-ndim:], add=True).astype(self.dtype)
 
 
 @ops.lowering("aten::max_pool1d", composite_grad="decompose")

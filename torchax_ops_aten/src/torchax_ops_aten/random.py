@@ -361,9 +361,9 @@ def _poisson_refused(self):
 @ops.lowering("aten::binomial")
 def binomial(count, prob, *, key):
     """Successes of `count` trials of probability `prob`, broadcast; dtype of `count`. Less than 0 trials have none."""
-    count = jnp.maximum(count, 0)
     shape = jnp.broadcast_shapes(count.shape, prob.shape)
-    return jax.random.binomial(key, count.astype(jnp.float32), prob.astype(jnp.float32), shape, jnp.float32)
+    trials = jnp.maximum(count, 0).astype(jnp.float32)
+    return jax.random.binomial(key, trials, prob.astype(jnp.float32), shape, jnp.float32).astype(count.dtype)
 
 
 @ops.lowering("aten::_standard_gamma")
@@ -379,13 +379,13 @@ def _standard_gamma(self, *, key):
 @ops.lowering("aten::_standard_gamma_grad")
 def _standard_gamma_grad(self, output):
     """The derivative of a gamma draw `output` by its shape parameter `self` (implicit reparametrization)."""
-    return lax.random_gamma_grad(opmath(self), opmath(output))
+    return lax.random_gamma_grad(opmath(self), opmath(output)).astype(self.dtype)
 
 
 @ops.lowering("aten::_sample_dirichlet")
 def _sample_dirichlet(self, *, key):
     """The Dirichlet distribution. self: (..., n) concentrations. returns: (..., n), the last axis adds up to 1."""
-    return jax.nn.softmax(_log_gamma(key, self).astype(opmath(self).dtype), axis=-1)
+    return jax.nn.softmax(_log_gamma(key, self).astype(opmath(self).dtype), axis=-1).astype(self.dtype)
 
 
 @ops.lowering("aten::_dirichlet_grad")
