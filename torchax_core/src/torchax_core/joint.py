@@ -9,67 +9,96 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
 import torch
 
-from torchax_core.tensor import Aval, Tensor, make_tensor
+from torchax_core.tensor import Aval, Storage, Tensor, make_tensor
 from torchax_core.vjp import DifferentiableProgram, Residuals, x64_of
+
+if TYPE_CHECKING:
+    from torchax_core.trace import Trace
 
 __all__ = ["Backward", "JointProgram"]
 
 
 class Backward:
-    """The backward of one traced function.
+    """The backward of one traced function, traced with it.
 
-    outputs: the numbers of the outputs that have a cotangent.
-    gradients: for each tensor that wants one the traced gradient, None where the outputs do not depend on it; or None, where
-             torch's backward cannot be traced.
+    outputs:   the numbers of the outputs that have a cotangent.
+    inputs:    the storages whose gradients it gives, all that want one; in the order of the program's inputs at last.
+    gradients: for each of them the traced gradient, None where the outputs do not depend on it; or None, where torch's
+               backward cannot be traced.
     """
 
-    def __init__(self, outputs: list[int], cotangents: list[Any], gradients: list[Any] | None) -> None:
+    def __init__(self, outputs: list[int], cotangents: list[Any], inputs: list[Storage], gradients: Any) -> None:
         self.outputs = outputs
         self.cotangents = cotangents
-        self.gradients = gradients
+        self.inputs = inputs
+        self.gradients: list[Any] | None = gradients
+        self.wanted: tuple[int, ...] = ()
+        self._halves: Halves | None = None
 
     @classmethod
-    def of(
-        cls, histories: dict[int, torch.Tensor], inputs: Sequence[torch.Tensor], placeholder: Callable[[Any], Any]
-    ) -> Backward:
-        """Trace torch's backward. It cannot be traced where a formula depends on values, or what it needs was written to.
+    def of(cls, trace: Trace, arguments: Sequence[Tensor], histories: dict[int, Tensor]) -> Backward | None:
+        """Trace torch's backward, at the end of a trace. None unless each input that wants gradients is one tensor.
 
-        histories: outputs that have a history, by their numbers. inputs: what the gradients are of.
-        placeholder: makes an input of the program, from its aval.
+        arguments: the function's, as the trace has them. histories: outputs that have a history, by their numbers.
         """
-        outputs = [at for at, tensor in histories.items() if jnp.issubdtype(tensor._array().dtype, jnp.inexact)]  # type: ignore[attr-defined]
-        cotangents = [placeholder(jax.typeof(histories[at]._array())) for at in outputs]  # type: ignore[attr-defined]
-        given = [
-            make_tensor(c, Aval.contiguous(tuple(histories[at].shape), histories[at].dtype))
-            for at, c in zip(outputs, cotangents, strict=True)
+        state = [
+            (tensor, store)
+            for tensor, store in trace.tensors.values()
+            if id(store) in trace.lifted and id(tensor) not in trace.aliases and tensor.requires_grad
         ]
-        try:
-            with _without_hooks(inputs), torch.autograd.set_multithreading_enabled(False):
-                found = torch.autograd.grad([histories[at] for at in outputs], list(inputs), given, allow_unused=True)
-        except Exception:  # of a call that may ask for no gradients; jax's own, if it does, fails there or knows a way
-            return cls(outputs, cotangents, None)
-        if not all(g is None or isinstance(g, Tensor) for g in found):
-            return cls(outputs, cotangents, None)
-        return cls(outputs, cotangents, [None if g is None else g._array() for g in found])  # type: ignore[attr-defined]
+        stores = [id(t._store) for t in arguments] + [id(store) for _, store in state]
+        if trace.torch_only or len(set(stores)) != len(stores) or any(t.__class__ is not Tensor for t, _ in state):
+            return None
+        outputs = [at for at, tensor in histories.items() if jnp.issubdtype(tensor._array().dtype, jnp.inexact)]
+        cotangents = [trace.placeholder(jax.typeof(histories[at]._array())) for at in outputs]
+        wanting = [(t, t._store) for t in arguments if t.requires_grad] + state
+        found = _gradients([histories[at] for at in outputs], cotangents, [t for t, _ in wanting])
+        return cls(outputs, cotangents, [store for _, store in wanting], found)
 
-    @property
-    def count(self) -> int:
-        """How many gradients there are."""
-        return sum(g is not None for g in self.gradients or ())
+    def in_order(self, positions: dict[int, int]) -> list[Any]:
+        """The gradients there are, in the order of the program's inputs, whose positions are given by the storages' identity."""
+        if self.gradients is None:
+            return []
+        found = sorted((positions[id(store)], n) for n, store in enumerate(self.inputs))
+        self.wanted = tuple(position for position, _ in found)
+        self.inputs = [self.inputs[n] for _, n in found]
+        self.gradients = [self.gradients[n] for _, n in found]
+        return [g for g in self.gradients if g is not None]
 
-    def sort_by(self, positions: list[int]) -> tuple[int, ...]:
-        """Let the gradients be in the order of their inputs' positions, which are returned in order."""
-        assert self.gradients is not None
-        pairs = sorted(zip(positions, self.gradients, strict=True), key=lambda pair: pair[0])
-        self.gradients = [gradient for _, gradient in pairs]
-        return tuple(position for position, _ in pairs)
+    def split_from(self, closed: Any, bound: dict[int, int]) -> Any:
+        """The function alone, of a jaxpr whose last outputs are the gradients. bound: the placeholders' numbers among its last
+        inputs, by identity."""
+        first = len(closed.jaxpr.invars) - len(bound)
+        cotangents = [first + bound[id(c)] for c in self.cotangents]
+        self._halves = Halves(closed, cotangents, sum(g is not None for g in self.gradients or ()))
+        return self._halves.alone
+
+    def program(self, compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> JointProgram | None:
+        """The function and this backward as one program; None where torch's backward could not be traced."""
+        if self.gradients is None or self._halves is None:
+            return None
+        has = [g is not None for g in self.gradients]
+        return JointProgram(self._halves, self.outputs, self.wanted, has, compile)
+
+
+def _gradients(outputs: list[Tensor], cotangents: list[Any], inputs: list[Tensor]) -> list[Any] | None:
+    """Traced gradients of the inputs; None where a formula depends on values, or what it needs was written to."""
+    given = [make_tensor(c, Aval.contiguous(tuple(t.shape), t.dtype)) for t, c in zip(outputs, cotangents, strict=True)]
+    try:
+        with _without_hooks(inputs), torch.autograd.set_multithreading_enabled(False):
+            found = torch.autograd.grad(outputs, inputs, given, allow_unused=True)
+    except Exception:  # of a call that may ask for no gradients; jax's own, if it does, fails there or knows a way
+        return None
+    if not all(g is None or isinstance(g, Tensor) for g in found):
+        return None
+    return [None if g is None else g._array() for g in found]
 
 
 @contextlib.contextmanager
@@ -147,22 +176,24 @@ def _closed(closed: Any, inputs: list[Any], results: list[Any], eqns: list[Any])
 class JointProgram(DifferentiableProgram):
     """A traced function with torch's own backward.
 
-    wanted:    the positions of the inputs whose gradients it computes, all that want one.
-    gradients: for each of them its place among the backward's results; None if it has no gradient.
+    outputs: the numbers of the outputs whose cotangents the backward takes.
+    wanted:  the positions of the inputs whose gradients it computes, all that want one.
+    has:     for each of them whether it has a gradient; the backward's results are of these.
     """
 
     def __init__(
         self,
         halves: Halves,
-        backward: Backward,
+        outputs: list[int],
         wanted: tuple[int, ...],
+        has: list[bool],
         compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
     ) -> None:
         super().__init__(jec.jaxpr_as_fun(halves.alone), compile=compile)
         self.halves = halves
-        self.outputs = backward.outputs
+        self.outputs = outputs
         self.wanted = wanted
-        self.has = [g is not None for g in backward.gradients or ()]
+        self.has = has
         self.count = len(halves.alone.jaxpr.outvars)
 
     def _forward(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:

@@ -33,7 +33,7 @@ from torchax_core.errors import CollectiveError
 from torchax_core.fully_shard import tracing_fully_shard
 from torchax_core.gradients import Gradients
 from torchax_core.guards import Guards
-from torchax_core.joint import Backward, Halves, JointProgram
+from torchax_core.joint import Backward
 from torchax_core.optimizers import tracing_optimizers
 from torchax_core.placement import Placed, constrain, several_devices, sharding_of, spread
 from torchax_core.rebinding import Output, Rebinding
@@ -141,7 +141,6 @@ class Program:
         self.born: list[tuple[weakref.ref[Storage], int]] = []
         self.differentiable: DifferentiableProgram | None = None
         self.backward: Backward | None = None
-        self.halves: Halves | None = None
         self.compiled: Any = None
         self.layouts: list[Any] | None = None
         self.chosen: Any = None
@@ -170,10 +169,7 @@ class Program:
         trace = self.trace
         self.jaxpr = promote_placeholders(jaxpr, len(trace.bound))
         if self.backward is not None:
-            first = len(self.jaxpr.jaxpr.invars) - len(trace.bound)
-            cotangents = [first + trace.bound[id(c)] for c in self.backward.cotangents]
-            self.halves = Halves(self.jaxpr, cotangents, self.backward.count)
-            self.jaxpr = self.halves.alone
+            self.jaxpr = self.backward.split_from(self.jaxpr, trace.bound)
         self.span = span_of(self.owner.name, self.jaxpr, trace.groups)
         self.draws = trace.draws
         self.beginnings = trace.beginnings
@@ -343,7 +339,10 @@ class Program:
                 self.born.append((weakref.ref(store), out(store.array)))
         history = self._note_places(trace, inner, bool(survivors), out)
         self.wants_grad = self.wants_grad or (history and not trace.backward_ran)
-        backward = self._trace_backward(trace, inner, histories) if self.wants_grad else None
+        if self.wants_grad:
+            arguments = [inner[place] for place in self.argument_places if isinstance(inner[place], Tensor)]
+            with tracing_functions, _as_written(), trace.unwatched():
+                self.backward = Backward.of(trace, arguments, {at: tensor for at, (tensor, _) in histories.items()})
         self.gradients.read = [(tensor, grad) for tensor, grad in trace.grads.values() if trace.is_state(grad)]
         self.captured = [entry.store for entry in trace.lifted.values()]
         self.captured_ids = frozenset(map(id, self.captured))
@@ -369,38 +368,11 @@ class Program:
             key=lambda pair: trace.bound[id(pair[0])],
         )
         self.input_order = [what for _, what in order]
-        if backward is not None:
-            self.backward = backward
-        if backward is not None and backward.gradients is not None:
-            numbers = {id(self.captured[i]): n for n, (kind, i) in enumerate(self.input_order) if kind == "store"}
-            first = 2 + len(self.argument_places)
-            self.wanted = backward.sort_by(
-                [
-                    2 + n
-                    for n, i in enumerate(self.argument_places)
-                    if isinstance(inner[i], Tensor) and inner[i].requires_grad
-                ]
-                + [first + numbers[id(store)] for store in self._wanting]
-            )
-            outputs += [g for g in backward.gradients if g is not None]
+        if self.backward is not None:
+            inputs = [inner[i]._store if isinstance(inner[i], Tensor) else None for i in self.argument_places]
+            inputs += [self.captured[i] if kind == "store" else None for kind, i in self.input_order]
+            outputs += self.backward.in_order({id(store): 2 + n for n, store in enumerate(inputs)})
         return outputs
-
-    def _trace_backward(self, trace: Trace, inner: list[Any], histories: dict[int, Any]) -> Backward | None:
-        """Trace torch's backward as well, where each input that wants gradients is one tensor."""
-        arguments = [inner[place] for place in self.argument_places if isinstance(inner[place], Tensor)]
-        state = [
-            (tensor, store)
-            for tensor, store in trace.tensors.values()
-            if id(store) in trace.lifted and id(tensor) not in trace.aliases and tensor.requires_grad
-        ]
-        stores = [id(t._store) for t in arguments] + [id(store) for _, store in state]
-        if trace.torch_only or len(set(stores)) != len(stores) or any(t.__class__ is not Tensor for t, _ in state):
-            return None
-        wanted = [t for t in arguments if t.requires_grad] + [t for t, _ in state]
-        with tracing_functions, _as_written(), trace.unwatched():
-            found = Backward.of({at: tensor for at, (tensor, _) in histories.items()}, wanted, trace.placeholder)
-        self._wanting = [store for _, store in state]
-        return found
 
     def _note_results(self, trace: Trace, result: list[Any], objects: list[Any], out: Callable[..., int]) -> bool:
         """Make outputs of the tensors in the result; whether any wants gradients."""
@@ -512,11 +484,9 @@ class Program:
         run = jec.jaxpr_as_fun(self.jaxpr)
         if self.wants_grad:
             compile = None if self.span is None else self.span.compile
-            if self.halves is None or self.backward is None or self.backward.gradients is None:
-                self.differentiable = DifferentiableProgram(run, compile=compile)
-            else:
-                self.differentiable = JointProgram(self.halves, self.backward, self.wanted, compile)
-                self.backward = self.halves = None
+            own = self.backward and self.backward.program(compile)
+            self.differentiable = own or DifferentiableProgram(run, compile=compile)
+            self.backward = None
         for program in known:
             if (
                 program.donated == self.donated
@@ -728,7 +698,7 @@ class Program:
                 store.write(outputs[at])
 
     def _run_differentiable(self, call: Call) -> Any:
-        """A function whose results still want gradients: its backward is jax.vjp's, compiled too."""
+        """A function whose results still want gradients: its backward, torch's own or jax.vjp's, is compiled too."""
         random, leaves = self.environment.random, call.leaves
         operands: list[Any] = [random.key, np.uint32(random.count & 0xFFFF_FFFF)]
         for place in self.argument_places:
