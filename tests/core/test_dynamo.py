@@ -990,3 +990,27 @@ def test_compiled_calls_are_logged(monkeypatch, caplog) -> None:
         == f"torch.compile(forward)(_) -> _  _, {first}"
     )
     assert kinds[2:] == [f"torch.compile({name})(_) -> _  _, {hit}" for name in ("forward", "backward")]
+
+
+def test_dynamo_looks_at_nothing_beneath_an_op():
+    """In a frame that dynamo leaves alone, it is asked about every frame called from there."""
+    seen = []
+
+    def look(x):  # of nobody's package: not skipped for its file
+        seen.append(torch.compiler.is_compiling())
+        return x
+
+    def relu(self):
+        return jnp.maximum(look(self), 0)
+
+    @torch._dynamo.decorators.skip
+    def run(x, layer):
+        return layer(x).relu()
+
+    layer, x = torch.nn.Linear(3, 2).to("jax"), torch.ones(4, 3, device="jax")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torchax_core.current_env().override_op_definition("aten::relu", relu, is_jax_function=True):
+        torch.compile(run, backend="torchax")(x, layer).sum().backward()
+    assert not any(seen) and seen and layer.weight.grad is not None
+    assert "look" not in str(torch._dynamo.utils.counters) and torch._dynamo.utils.counters["frames"]["total"] == 0

@@ -256,6 +256,38 @@ def parallelized(x: torch.Tensor, n: int) -> Tensors:
     return [*found, split.grad.full_tensor(), sums]
 
 
+def compiled(x: torch.Tensor, n: int) -> Tensors:
+    """Sharded, split and replicated models under torch.compile, on device "jax"."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    tokens, mesh = _tokens(x.device), init_device_mesh(x.device.type, (n,))
+    shards = torch.cat([part.chunk(n)[dist.get_rank()] for part in tokens.chunk(2)])
+
+    def shard(model: torch.nn.Module) -> torch.nn.Module:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def split(model: torch.nn.Module) -> torch.nn.Module:
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model
+
+    found: list[torch.Tensor] = []
+    for spread, mine in ((shard, shards), (split, tokens), (torch.nn.parallel.DistributedDataParallel, shards)):
+        model = spread(_model(x.device))
+        if x.device.type == "jax":
+            model = torch.compile(model, backend="torchax")
+        losses, *weights = _steps(model, mine)
+        if mine is shards:
+            dist.all_reduce(losses)
+            losses /= n
+        found += _as_alone([losses, *weights], x.device)
+    return found
+
+
 def _in_jit(make: Callable[[], torch.nn.Module], tokens: torch.Tensor, delay: bool = False) -> None:
     """A step over sharded weights under torchax_core.jit does what it does without, and is traced once, though the model runs
     outside, too. delay: gradients are added up over two backwards before they are sent."""
@@ -426,6 +458,7 @@ def training(full: bool) -> list[Case]:
             Case(f"fully_shard{kind}", single, functools.partial(sharded, options), ranked=True, rounded=ROUNDED)
         )
     found.append(Case("DTensor, parallelize_module", single, parallelized, ranked=True, rounded=ROUNDED))
+    found.append(Case("torch.compile", single, compiled, ranked=True, rounded=ROUNDED))
     for kind, options in (("", {}), (", bucket views", {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001})):
         if full or not kind:
             body = functools.partial(whole_step, options)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
+from torchax_core.entrances import entrance
 from torchax_core.forms import MISS
 from torchax_core.kernel import DirectKernel, LoweringKernel, ViewKernel
 from torchax_core.overrides import Declined, DecliningKernel
@@ -78,6 +79,7 @@ def keep_whole(func: Any, *, differentiable: bool = False) -> None:
 
         ways = _Ways(func)
 
+        @entrance
         def caught(*args: Any, **kwargs: Any) -> Any:
             if active.kernels is None:
                 resolve_active()

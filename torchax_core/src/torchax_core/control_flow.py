@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from torchax_core.bridge import call_jax, jax_view
 from torchax_core.convert import is_traced
+from torchax_core.entrances import entrance
 from torchax_core.tensor import Tensor, active, resolve_active
 from torchax_core.view import View
 
@@ -53,6 +54,7 @@ def _differentiate_in_traces(operator: Any, rule: Code) -> None:
     key = torch._C.DispatchKey.Autograd
     captured = operator.py_kernels.pop(key)
 
+    @entrance
     def differentiable(*args: Any, **kwargs: Any) -> Any:
         return (rule if active.trace is not None and _ours(args) else captured)(*args, **kwargs)
 

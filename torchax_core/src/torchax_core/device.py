@@ -19,6 +19,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from torchax_core.backward import run_backwards_here
+from torchax_core.entrances import entrance
 from torchax_core.forking import in_bad_fork
 from torchax_core.freeing import let_storages_be_freed
 from torchax_core.groups import announce_backend
@@ -277,6 +278,7 @@ def _register(func: Any) -> None:
     if name in _registered or _library is None:
         return
 
+    @entrance
     def factory(*args: Any, **kwargs: Any) -> Any:
         return Tensor.__torch_dispatch__(func, (), args, kwargs)
 

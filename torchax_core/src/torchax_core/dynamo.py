@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -21,7 +23,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from torchax_core import functions
+from torchax_core import entrances, functions
 from torchax_core.config import Config
 from torchax_core.convert import is_traced
 from torchax_core.environment import current_env
@@ -34,13 +36,15 @@ from torchax_core.whole import keeping_whole
 
 __all__ = ["backend"]
 
-# Where dynamo runs code that it has not compiled, our own frames and JAX's are none of its business; the models of our
-# benchmarks are.
+# Where dynamo runs code that it has not compiled, our own frames and JAX's are none of its business, and nothing is that runs
+# beneath the functions by which torch calls us; the models of our benchmarks are.
 torch._dynamo.trace_rules.SKIP_DIRS += [
     p.as_posix() for p in Path(__file__).parent.iterdir() if p.stem != "benchmarking"
 ]
 for _name in ("jax", "jaxlib", *{pack.target.partition(".")[0] for pack in host().packs(Config())}):
     torch._dynamo.trace_rules.add(_name)
+_ALONE = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+entrances.follow(lambda code: set_code_exec_strategy(code, _ALONE))
 
 _left_whole: set[Any] = set()
 

@@ -20,6 +20,7 @@ import torch
 
 from torchax_core.convert import torch_from_array
 from torchax_core.dtypes import jax_dtype, torch_dtype
+from torchax_core.entrances import entrance
 from torchax_core.errors import LeakedTracerError, ViewWriteError
 from torchax_core.placement import constrain, laid_out_like, several_devices
 from torchax_core.symbolic import control_flow_error
@@ -185,6 +186,7 @@ class Tensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
+    @entrance
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             kernels = active.kernels

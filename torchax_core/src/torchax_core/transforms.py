@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils import _pytree as pytree
 
+from torchax_core.entrances import entrance
 from torchax_core.overrides import Declined
 from torchax_core.tensor import DEVICE_TYPE, wrap_array
 from torchax_core.vjp import DifferentiableProgram, differentiable_call
@@ -60,6 +61,7 @@ def pass_by(func: Any) -> None:
 
 
 def _kernel(func: Any, chain: Callable[[Any], list[tuple[Any, Any]]]) -> Callable[..., Any]:
+    @entrance
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, torch.Tensor) and leaf.device.type == DEVICE_TYPE for leaf in leaves):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+from torchax_core.entrances import entrance
 from torchax_core.placement import laid_out_like, several_devices
 from torchax_core.tensor import Tensor, active, wrap_array
 
@@ -202,6 +203,7 @@ def _full_cotangents(results: Sequence[Any], given: Sequence[Any]) -> tuple[Any,
 
 class _Call(torch.autograd.Function):
     @staticmethod
+    @entrance
     def forward(ctx: Any, program: Any, arrays: Any, wanted: Any, *tensors: torch.Tensor) -> Any:
         forward, _ = program.made_for(wanted)
         with x64_of(program):
@@ -221,6 +223,7 @@ class _Call(torch.autograd.Function):
         return wrapped
 
     @staticmethod
+    @entrance
     def backward(ctx: Any, *cotangents: Any) -> Any:
         tensors = ctx.saved_tensors  # raises torch's own error if one was written to meanwhile
         inexact = [i for i, a in enumerate(ctx.avals) if _inexact(a.dtype)]
