@@ -215,6 +215,18 @@ def set_storage(self: Tensor, source: Any, storage_offset: int, size: Any, strid
     return self
 
 
+@_plain("aten::is_set_to")
+def is_set_to(self: Tensor, tensor: torch.Tensor) -> bool:
+    """Whether both are the same window on the same storage."""
+    if not isinstance(tensor, Tensor) or tensor._store is not self._store:
+        return False
+    return (tensor.shape, tensor.stride(), tensor.storage_offset()) == (
+        self.shape,
+        self.stride(),
+        self.storage_offset(),
+    )
+
+
 def _same_kind(op: str, self: Tensor, source: torch.Tensor) -> None:
     if not isinstance(source, Tensor):
         raise RuntimeError(

@@ -18,6 +18,7 @@ from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from torchax_core.addresses import let_tensors_have_addresses
 from torchax_core.backward import run_backwards_here
 from torchax_core.entrances import entrance
 from torchax_core.forking import in_bad_fork
@@ -216,6 +217,7 @@ def register() -> None:
     torch._C._set_only_lift_cpu_tensors(True)
     refuse_layouts()
     let_storages_be_freed()
+    let_tensors_have_addresses()
     refuse_storages()
     for name in ("aten::empty.memory_format", "aten::empty_strided", "aten::_copy_from", "aten::_copy_from_and_resize"):
         _register(find_op(name))

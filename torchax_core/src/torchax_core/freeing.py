@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchax_core.addresses import address_of
 from torchax_core.convert import is_traced, zeros_array
 from torchax_core.tensor import Storage, Tensor, _tick, active
 
@@ -41,7 +42,7 @@ class Freed:
 
 
 def let_storages_be_freed() -> None:
-    """Let the storages of tensors on the device answer `resize_`, `size` and `nbytes`."""
+    """Let the storages of tensors on the device answer `resize_`, `size`, `nbytes` and `data_ptr`."""
     Tensor.untyped_storage = untyped_storage  # type: ignore[method-assign]
 
 
@@ -51,6 +52,7 @@ def untyped_storage(tensor: Tensor) -> torch.UntypedStorage:
     store = tensor._store
     storage.resize_ = functools.partial(_resize, storage, store)  # type: ignore[method-assign]
     storage.size = storage.nbytes = lambda: int(store.array.nbytes)  # type: ignore[method-assign]
+    storage.data_ptr = functools.partial(address_of, store)  # type: ignore[method-assign]
     return storage
 
 
