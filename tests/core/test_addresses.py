@@ -61,3 +61,14 @@ def test_safetensors_keeps_one_of_tied_weights_and_refuses_shared_memory(tmp_pat
     x = torch.ones(3, 4, device="jax")
     with pytest.raises(RuntimeError, match="share memory"):
         save_file({"a": x, "b": x[1]}, tmp_path / "shared")
+
+
+def test_the_bytes_of_a_storage_come_to_the_cpu_in_the_order_of_its_strides():
+    for make in (lambda t: t, lambda t: t.t(), lambda t: t.t()[1:]):
+        x = make(torch.arange(6.0).reshape(2, 3))
+        ours = make(torch.arange(6.0).reshape(2, 3).to("jax"))
+        assert ours.untyped_storage().cpu().tolist() == x.untyped_storage().tolist()
+        again = torch.empty(0).set_(ours.untyped_storage().cpu(), ours.storage_offset(), ours.size(), ours.stride())
+        assert torch.equal(again, x)
+    moved = torch.arange(6.0).reshape(2, 3).t().to("jax")  # an array of its own that lies so
+    assert moved.untyped_storage().cpu().tolist() == torch.arange(6.0).untyped_storage().tolist()

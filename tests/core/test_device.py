@@ -235,3 +235,21 @@ def test_wrong_device_names_the_argument() -> None:
         torch.cat([x, torch.ones(2)])
     with pytest.raises(RuntimeError, match="argument self in aten::add_"):
         torch.ones(()).add_(x[0])
+
+
+@pytest.mark.parametrize("spec", ["", ".3f", ">8", ".2e"])
+def test_a_number_in_an_f_string(spec):
+    x = torch.tensor([1.5, 2.25], requires_grad=True)
+    ours = x.detach().to("jax").requires_grad_()
+    for of in (lambda t: t.sum(), lambda t: t[1], lambda t: t.detach()[0]):
+        assert format(of(ours), spec) == format(of(x), spec)
+
+
+def test_a_tensor_in_an_f_string():
+    ours = torch.ones(2, device="jax")
+    assert f"{ours}" == str(ours) and "device='jax" in str(ours)
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{ours:.2f}"
+    with pytest.raises(torchax_core.errors.DataDependentError):
+        torchax_core.jit(lambda x: f"{x.sum():.2f}")(ours)
+    assert "float32" in torchax_core.jit(lambda x: f"{x.sum()}")(ours)

@@ -148,3 +148,38 @@ def test_an_out_of_another_shape_with_as_many_elements_is_filled(make):
         return make(0, 1, 6, out=transposed), make(0, 1, 6, out=longer)
 
     assert_same_result(filled("jax"), filled("cpu"), strides=True)
+
+
+MADE = {
+    "zeros_like": torch.zeros_like,
+    "ones_like": torch.ones_like,
+    "full_like": lambda x, **k: torch.full_like(x, 3, **k),
+    "empty_like": torch.empty_like,
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x, **k: torch.randint_like(x, 1, 2, **k),
+    "new_zeros": lambda x, **k: x.new_zeros(2, 3, **k),
+    "new_ones": lambda x, **k: x.new_ones(2, 3, **k),
+    "new_full": lambda x, **k: x.new_full((2,), 3, **k),
+    "new_empty": lambda x, **k: x.new_empty(2, **k),
+    "new_empty_strided": lambda x, **k: x.new_empty_strided((2, 3), (1, 2), **k),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", MADE)
+def test_made_by_example_on_another_device(name, device):
+    """Of a tensor on the device, there; and of one there, on the device."""
+    x = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    make, ours = MADE[name], x.to("jax")
+    for dtype in (None, torch.float64):
+        expected = make(x, device=device, dtype=dtype)
+        for found, where in (
+            (make(ours, device=device, dtype=dtype), device),
+            (make(x, device="jax", dtype=dtype), "jax"),
+        ):
+            assert found.device.type == where and found.dtype is expected.dtype
+            assert found.shape == expected.shape and found.stride() == expected.stride()
+            if device == "cpu" and "rand" not in name and "empty" not in name:
+                assert torch.equal(found.cpu(), expected)
+    assert make(ours, device="jax:0").device.type == "jax" and type(make(ours, device=device)) is torch.Tensor

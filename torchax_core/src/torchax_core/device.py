@@ -27,7 +27,7 @@ from torchax_core.groups import announce_backend
 from torchax_core.layouts import refuse_layouts
 from torchax_core.lazy import make_lazy_here
 from torchax_core.moving import keep_parameters
-from torchax_core.storages import refuse_storages
+from torchax_core.storages import let_bytes_be_copied, refuse_storages
 from torchax_core.streams import Event, Stream, current_stream, default_stream, stream
 from torchax_core.tensor import DEVICE, DEVICE_TYPE, Tensor
 from torchax_core.variants import find_op, op_name
@@ -219,6 +219,7 @@ def register() -> None:
     let_storages_be_freed()
     let_tensors_have_addresses()
     refuse_storages()
+    let_bytes_be_copied()
     for name in ("aten::empty.memory_format", "aten::empty_strided", "aten::_copy_from", "aten::_copy_from_and_resize"):
         _register(find_op(name))
     _library.impl("_pin_memory", _pin_memory, "CPU")

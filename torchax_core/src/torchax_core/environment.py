@@ -29,7 +29,7 @@ from torchax_core.config import Config
 from torchax_core.device import register_factories
 from torchax_core.errors import OpNameError
 from torchax_core.forking import watch_forks
-from torchax_core.kernel import DataDependentKernel, DirectKernel, LoweringKernel, ViewKernel
+from torchax_core.kernel import DataDependentKernel, DirectKernel, ViewKernel, lowering_kernel
 from torchax_core.opset import Definition, Origin, ViewDefinition, ViewRules
 from torchax_core.overrides import DecliningKernel
 from torchax_core.packs import host
@@ -559,7 +559,7 @@ def _override_kernel(func: Any, definition: Definition, variant: Any) -> Any:
             f"{op_name(func)} returns a {made[0].rpartition('.')[2]}, which a JAX function cannot make. Override it by torch "
             "code; that may run JAX functions, by `torchax_core.interop.call_jax`."
         )
-    return LoweringKernel(func, definition)
+    return lowering_kernel(func, definition)
 
 
 def _origin(impl: Callable[..., Any]) -> Origin:

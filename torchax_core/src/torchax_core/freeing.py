@@ -52,6 +52,7 @@ def untyped_storage(tensor: Tensor) -> torch.UntypedStorage:
     store = tensor._store
     storage.resize_ = functools.partial(_resize, storage, store)  # type: ignore[method-assign]
     storage.size = storage.nbytes = lambda: int(store.array.nbytes)  # type: ignore[method-assign]
+    storage._store = store  # type: ignore[attr-defined]  # for copies of its bytes (storages.py)
     storage.data_ptr = functools.partial(address_of, store)  # type: ignore[method-assign]
     return storage
 

@@ -78,6 +78,7 @@ __all__ = [
     "ViewKernel",
     "arrays_of",
     "forget_signatures",
+    "lowering_kernel",
     "wrap_results",
 ]
 
@@ -824,6 +825,33 @@ class DirectKernel:
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         return self.run(*args, **(kwargs or {}))
+
+
+class MakingKernel(LoweringKernel):
+    """Runs an op that makes a tensor by the example of another (zeros_like, new_full), on the device that the call names."""
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type != DEVICE_TYPE:
+                return self.func(*_elsewhere(args, device), **kwargs)
+        return super().__call__(args, kwargs)
+
+
+def _elsewhere(args: Sequence[Any], device: Any) -> list[Any]:
+    """The arguments on that device: of the example, which comes first, only what it is, not its values."""
+    example = args[0]
+    like = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=device)
+    return [like, *(a.to(device) if isinstance(a, torch.Tensor) else a for a in args[1:])]
+
+
+def lowering_kernel(func: Any, definition: Definition) -> LoweringKernel:
+    """The kernel of an op that is run by a function of arrays to arrays."""
+    base = func._schema.name.partition("::")[2]
+    by_example = base.endswith("_like") or base.startswith("new_")
+    if by_example and any(a.name == "device" for a in func._schema.arguments):
+        return MakingKernel(func, definition)
+    return LoweringKernel(func, definition)
 
 
 def wrap_results(results: Any, avals: list[Any]) -> list[Any]:

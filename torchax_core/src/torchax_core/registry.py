@@ -24,6 +24,7 @@ from torchax_core.kernel import (
     DirectKernel,
     LoweringKernel,
     ViewKernel,
+    lowering_kernel,
 )
 from torchax_core.meta import check_out_dtypes, meta_of
 from torchax_core.opset import Definition, Origin, ViewDefinition
@@ -248,7 +249,7 @@ def _make_kernel(func: Any, source: Source, variant: Variant | None) -> Any:
         return DirectKernel(func, definition.body, definition)
     if definition.case is not None:
         return CaseKernel(func, definition)
-    return LoweringKernel(func, definition)
+    return lowering_kernel(func, definition)
 
 
 def inplace_view_of(func: Any) -> Any:

@@ -1,4 +1,5 @@
-"""torch's storages of bare bytes, of which device "jax" has none: an array has its shape and dtype from the start.
+"""torch's storages of bare bytes, of which device "jax" has none: an array has its shape and dtype from the start. What stands
+for one, `tensor.untyped_storage()`, can be copied to the CPU.
 
 Source: https://docs.pytorch.org/docs/stable/storage.html
 """
@@ -9,10 +10,11 @@ from typing import Any
 
 import torch
 
+from torchax_core.convert import torch_from_array
 from torchax_core.errors import ConversionError
 from torchax_core.tensor import DEVICE_TYPE
 
-__all__ = ["refuse_storages"]
+__all__ = ["let_bytes_be_copied", "refuse_storages"]
 
 
 def refuse_storages() -> None:
@@ -31,3 +33,20 @@ def refuse_storages() -> None:
         return make(cls, *args, **kwargs)
 
     torch.UntypedStorage.__new__ = staticmethod(new)  # type: ignore[method-assign,assignment]
+
+
+def let_bytes_be_copied() -> None:
+    """Let `cpu_storage.copy_(storage)`, and with it `storage.cpu()`, take the bytes of a tensor on the device, in the order of
+    its strides; of a view, those of its base. Once per process."""
+    copy = torch.UntypedStorage.copy_
+
+    def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
+        store = getattr(source, "_store", None)
+        if store is None:
+            return copy(self, source, non_blocking)
+        values = torch_from_array(store.array)
+        if values.stride() != store.stride:
+            values = torch.empty_strided(values.shape, store.stride, dtype=values.dtype).copy_(values)
+        return copy(self, values.untyped_storage(), non_blocking)
+
+    torch.UntypedStorage.copy_ = copy_  # type: ignore[method-assign]

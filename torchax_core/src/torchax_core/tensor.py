@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core.convert import torch_from_array
+from torchax_core.convert import is_traced, torch_from_array
 from torchax_core.dtypes import jax_dtype, torch_dtype
 from torchax_core.entrances import entrance
 from torchax_core.errors import LeakedTracerError, ViewWriteError
@@ -313,7 +313,7 @@ class Tensor(torch.Tensor):
         if trace is not None and trace.known.twin(self) is not None:
             return
         array = self._array()
-        if isinstance(array, jax.core.Tracer):
+        if is_traced(array):
             raise control_flow_error(what, array)
 
     def __bool__(self) -> bool:
@@ -347,6 +347,12 @@ class Tensor(torch.Tensor):
             cpu = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype).copy_(cpu)
         arguments = (cpu, self.dtype, str(self.device), self.requires_grad)
         return (torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments)
+
+    def __format__(self, format_spec: str) -> str:
+        # torch's own takes the number out of a tensor of its very own class alone
+        if self.dim() or (not format_spec and is_traced(self._array())):
+            return object.__format__(self, format_spec)
+        return format(self.item(), format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -506,7 +512,7 @@ def become(target: Tensor, source: Tensor) -> None:
 def describe(tensor: Tensor) -> str:
     """What torch prints for a tensor on this device; inside a trace, its aval and where it stands."""
     array = tensor._array()
-    if isinstance(array, jax.core.Tracer):
+    if is_traced(array):
         return f"tensor(<traced {tensor._aval}>, device='{tensor.device}')"
     if array.is_fully_addressable or array.is_fully_replicated:
         with torch.no_grad():
