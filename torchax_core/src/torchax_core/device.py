@@ -23,6 +23,7 @@ from torchax_core.backward import run_backwards_here
 from torchax_core.entrances import entrance
 from torchax_core.forking import in_bad_fork
 from torchax_core.freeing import let_storages_be_freed
+from torchax_core.generators import let_generators_be_made
 from torchax_core.groups import announce_backend
 from torchax_core.layouts import refuse_layouts
 from torchax_core.lazy import make_lazy_here
@@ -220,6 +221,7 @@ def register() -> None:
     let_tensors_have_addresses()
     refuse_storages()
     let_bytes_be_copied()
+    let_generators_be_made()
     for name in ("aten::empty.memory_format", "aten::empty_strided", "aten::_copy_from", "aten::_copy_from_and_resize"):
         _register(find_op(name))
     _library.impl("_pin_memory", _pin_memory, "CPU")
