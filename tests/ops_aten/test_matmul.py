@@ -75,8 +75,27 @@ def test_gradients():
     assert_matches_torch(torch.addmm, c, a, b, beta=0.5, alpha=2.0, grad=True)
     assert_matches_torch(torch.mv, a, b[:, 0], grad=True)
     assert_matches_torch(torch.addr, c, c[:, 0], c[0], grad=True)
+    assert_matches_torch(torch.addr, c[0], c[:, 0], c[0], beta=0, alpha=2.0, grad=True)
+    assert_matches_torch(torch.addmv, c[:1, 0], a, b[:, 0], beta=0.5, alpha=2.0, grad=True)
     assert_matches_torch(torch.vdot, *(sample((3,), torch.complex128, seed=i) for i in range(2)), grad=True)
     assert_matches_torch(torch.baddbmm, c[None], a[None], b[None], grad=True)
+
+
+@pytest.mark.parametrize("fn", [torch.mv, torch.addmv, torch.addr], ids=lambda fn: fn.__name__)
+def test_gradients_beside_vectors_transpose_nothing(fn):
+    matrix, vector = sample((3, 3), torch.float32).to("jax"), sample((3,), torch.float32).to("jax")
+    arguments = {
+        torch.mv: (matrix, vector),
+        torch.addmv: (vector, matrix, vector),
+        torch.addr: (matrix, vector, vector),
+    }
+
+    @torchax_core.jit
+    def gradients(*arguments):
+        leaves = [x.detach().requires_grad_() for x in arguments]
+        return torch.autograd.grad(fn(*leaves).sin().sum(), leaves)
+
+    assert "stablehlo.transpose" not in gradients.lower(*arguments[fn]).as_text()
 
 
 @pytest.mark.parametrize(
