@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from torchax_core.testing import assert_matches_torch, sample
 
@@ -57,3 +58,28 @@ def test_logcumsumexp(dtype):
 def test_logcumsumexp_does_not_overflow():
     x = torch.tensor([-math.inf, -math.inf, 1000.0, 1000.0, math.inf, 0.0])
     assert_matches_torch(torch.logcumsumexp, x, 0)
+
+
+def test_logcumsumexp_derivatives_far_out():
+    """As those of logsumexps of ever more elements: torch's own lose all digits beside 1000, and have NaN beside -inf."""
+
+    def one_by_one(x):
+        return torch.stack([x[: i + 1].logsumexp(0) for i in range(len(x))])
+
+    for values in ([1000.0, -1000.0, 0.0], [1e30, 0.0, -1e30], [0.0, -math.inf, 1.0]):
+        x = torch.tensor(values)
+        tangent = torch.tensor([1.0, -2.0, 3.0])
+        given = torch.zeros(3, requires_grad=True)
+        (expected,) = torch.autograd.grad(one_by_one(x + given), given, tangent)
+        leaf = x.to("jax").requires_grad_()
+        (gradient,) = torch.autograd.grad(torch.logcumsumexp(leaf, 0), leaf, tangent.to("jax"))
+        torch.testing.assert_close(gradient.cpu(), expected)
+        with forward_ad.dual_level():
+            along, expected = (
+                forward_ad.unpack_dual(fn(forward_ad.make_dual(x.to(device), tangent.to(device)))).tangent.cpu()
+                for fn, device in ((lambda x: torch.logcumsumexp(x, 0), "jax"), (one_by_one, "cpu"))
+            )
+        torch.testing.assert_close(along, expected)
+    infinite = torch.tensor([0.0, math.inf, 1.0]).to("jax").requires_grad_()
+    (gradient,) = torch.autograd.grad(torch.logcumsumexp(infinite, 0).sum(), infinite)
+    assert gradient.tolist() == [1, 2, 0]
