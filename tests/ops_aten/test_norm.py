@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import torchax_core
 from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 
@@ -178,6 +179,20 @@ def test_renorm(p):
         assert_same_error(torch.renorm, x[:, :0], p, 0, 2.0, wording=True)
     else:
         assert_matches_torch(torch.renorm, x[:, :0], p, 0, 2.0)
+
+
+@pytest.mark.parametrize("p", [0.5, 1, 2, float("inf")])
+def test_gradients_of_renorm(p):
+    x = sample((4, 5), torch.float64)
+    x[1], x[2, 3] = 0, 0
+    assert_matches_torch(torch.renorm, x, p, 0, 2.0, grad=True)
+
+    @torchax_core.jit
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(torch.renorm(x, p, 0, 2.0).sin().sum(), x)
+
+    assert "f64" not in gradient.lower(x.float().to("jax")).as_text().replace("tensor<f64>", "a number")
 
 
 def test_rms_norm_under_every_kind_of_differentiation():
