@@ -84,11 +84,20 @@ def test_uint8_nearest():
     assert_matches_torch(F.interpolate, sample((2, 3, 9, 8), torch.uint8, low=0, high=256), (4, 13), mode="nearest")
 
 
+def test_a_great_many_taps():
+    """More of them than are gathered one by one: 70 of the rows, and in the gradient 150 of the columns."""
+    x = sample((1, 2, 70, 3), torch.float64)
+    assert_matches_torch(F.interpolate, x, (1, 4), mode="bicubic", antialias=True, grad=True)
+    assert_matches_torch(F.interpolate, x, (70, 150), mode="bicubic", antialias=True, grad=True)
+
+
 def test_infinities_stay_where_they_are():
     x = image(2, torch.float32)
     x[0, 0, 2, 2] = float("inf")
     for mode in ("nearest", "bilinear"):
         assert_matches_torch(F.interpolate, x, (18, 16), mode=mode)
+    for size in ((3, 3), (3, 16)):
+        assert_matches_torch(F.interpolate, x, size, mode="bilinear", antialias=True)
     assert_matches_torch(F.adaptive_avg_pool2d, x, (3, 4))
 
 

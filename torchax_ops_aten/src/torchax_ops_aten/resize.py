@@ -125,30 +125,58 @@ def _antialiased_taps(
     weights = np.where(positions < stop[:, None], weights, 0)
     total = weights.sum(1, keepdims=True)
     weights = np.divide(weights, total, out=weights, where=total != 0)
-    return np.minimum(positions, size - 1), weights.astype(dtype)
+    used = weights.any(0)
+    return np.minimum(positions, size - 1)[:, used], weights[:, used].astype(dtype)
 
 
 # -- resampling by taps ------------------------------------------------------------------------------
 
 
-_FEW = 16
+_FEW = 64
 """So many taps are gathered one by one, each in the loop that adds it up: XLA on CPU is ten times slower with them all."""
 
+_AGAIN = 8
+"""A sum of so many taps is put into the loop of the next dim's by XLA on CPU, where it is computed anew for each of those."""
 
-def _weighed(x: jax.Array, positions: np.ndarray, weights: np.ndarray, axis: int) -> jax.Array:
-    """`x` resampled along `axis`: the sum of its taps (out, taps), each times its weight."""
+
+def _weighed(x: jax.Array, positions: np.ndarray, weights: np.ndarray, axis: int, once: bool = False) -> jax.Array:
+    """`x` resampled along `axis`: the sum of its taps (out, taps), each times its weight. `once`: as an array of its own."""
     beside = (1,) * (x.ndim - axis - 1)
+    weights = weights.reshape(*weights.shape, *beside)
+    # A weight of 0 takes nothing: an inf or NaN beside a window stays outside.
+    whole = bool(weights.all())
 
-    def times(taken: jax.Array, weights: np.ndarray) -> jax.Array:
-        # A weight of 0 takes nothing: an inf or NaN beside a window stays outside.
-        return taken * weights if weights.all() else jnp.where(weights != 0, taken * weights, 0)
+    def tap(at: np.ndarray | jax.Array, weight: np.ndarray | jax.Array) -> jax.Array:
+        taken = x.at[(slice(None),) * axis + (at,)].get(mode="promise_in_bounds") * weight
+        return taken if whole else jnp.where(weight != 0, taken, 0)
 
-    if positions.shape[1] > _FEW:
-        return times(jnp.take(x, positions, axis=axis), weights.reshape(*weights.shape, *beside)).sum(axis + 1)
-    taps = zip(positions.T, weights.T, strict=True)
-    return functools.reduce(
-        jnp.add, (times(jnp.take(x, at, axis=axis), weight.reshape(-1, *beside)) for at, weight in taps)
-    )
+    count = positions.shape[1]
+    once = once and 1 < count <= _AGAIN and jax.default_backend() == "cpu"
+    if count <= _FEW and not once:
+        taps = zip(positions.T, weights.swapaxes(0, 1), strict=True)
+        return functools.reduce(jnp.add, (tap(at, weight) for at, weight in taps))
+    first = tap(positions[:, 0], weights[:, 0])
+    rest = jnp.asarray(positions[:, 1:].T), jnp.asarray(weights[:, 1:].swapaxes(0, 1))
+    return jax.lax.scan(lambda total, next_: (total + tap(*next_), None), first, rest)[0]
+
+
+def _resampled(x: jax.Array, taps: Sequence[Taps]) -> jax.Array:
+    """`x` (n, c, *spatial) resampled by the taps of each spatial dim.
+
+    Dims that shrink go first, so that less is left for the others. The gathers of the last dim take longest: it comes
+    after the others that shrink, and before those that grow.
+    """
+    axes = range(2, x.ndim)
+    shrinking = [axis for axis in axes if len(taps[axis - 2][0]) < x.shape[axis]]
+    order = [*shrinking, *(axis for axis in reversed(axes) if axis not in shrinking)]
+    for axis, following in itertools.zip_longest(order, order[1:]):
+        positions, weights = taps[axis - 2]
+        if weights is None:
+            x = jnp.take(x, positions[:, 0], axis=axis)
+        else:
+            again = following is not None and taps[following - 2][0].size > x.shape[following]
+            x = _weighed(x, positions, weights, axis, once=again)
+    return x
 
 
 def _transposed(
@@ -187,7 +215,7 @@ def _weighed_integers(x: jax.Array, positions: np.ndarray, weights: np.ndarray, 
 
 
 def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float | None], taps: TapsOf) -> jax.Array:
-    """`self` (n, c, *spatial) resampled to (n, c, *output_size), the last dim first, as torch does.
+    """`self` (n, c, *spatial) resampled to (n, c, *output_size).
 
     Raises RuntimeError, in CPU torch's words, if a size is 0: torch's meta kernels do not for all of these.
     """
@@ -200,21 +228,18 @@ def _resize(self: jax.Array, output_size: Sequence[int], scales: Sequence[float 
         raise RuntimeError(
             f"Input and output sizes should be greater than 0, but got input ({given}){between}output ({wanted})"
         )
-    integer = jnp.issubdtype(self.dtype, jnp.integer)
-    x = self.astype(jnp.int32) if integer else opmath(self)
-    dtype = np.dtype(np.float64 if integer else x.dtype)
-    ndim = len(output_size)
-    for place in reversed(range(ndim)):
+    places = range(len(output_size))
+    if not jnp.issubdtype(self.dtype, jnp.integer):
+        x = opmath(self)
+        return _resampled(x, [taps(x.shape[2 + p], output_size[p], scales[p], np.dtype(x.dtype)) for p in places])
+    x = self.astype(jnp.int32)
+    for place in reversed(places):  # as torch does, which rounds in between
         axis = 2 + place
-        positions, weights = taps(x.shape[axis], output_size[place], scales[place], dtype)
+        positions, weights = taps(x.shape[axis], output_size[place], scales[place], np.dtype(np.float64))
         if weights is None:
             x = jnp.take(x, positions[:, 0], axis=axis)
-            continue
-        if integer:
-            if x.shape[axis] == output_size[place]:
-                continue  # whatever the scale, as torch has it
-            weights = _merged(positions, weights)
-        x = (_weighed_integers if integer else _weighed)(x, positions, weights, axis)
+        elif x.shape[axis] != output_size[place]:  # whatever the scale, as torch has it
+            x = _weighed_integers(x, positions, _merged(positions, weights), axis)
     return x
 
 
@@ -224,11 +249,9 @@ def _resize_backward(
     """The transpose of `_resize`, which is another resampling: XLA on CPU adds up taps in a gather's loop, but one by one
     in a scatter."""
     grad = opmath(grad_output)
-    for axis in range(2, grad.ndim):
-        out, size = grad.shape[axis], input_size[axis]
-        positions, weights = taps(size, out, scales[axis - 2], np.dtype(grad.dtype))
-        grad = _weighed(grad, *_transposed(positions, weights, size, np.dtype(grad.dtype)), axis)
-    return grad
+    dtype = np.dtype(grad.dtype)
+    dims = list(zip(input_size[2:], grad.shape[2:], scales, strict=True))
+    return _resampled(grad, [_transposed(*taps(*dim, dtype), dim[0], dtype) for dim in dims])
 
 
 def _nearest(exact: bool) -> TapsOf:
