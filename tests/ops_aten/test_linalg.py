@@ -1,5 +1,9 @@
 """linalg.py against CPU torch. Where a factorization is free in sign or phase, what it must fulfil is compared."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -50,6 +54,24 @@ def test_svd(shape, dtype):
     assert_matches_torch(products, a, atol=1e-10, rtol=1e-10)
     assert_matches_torch(lambda a: [x.abs() for x in torch.linalg.svd(a)][1], a)
     assert_matches_torch(torch.linalg.svdvals, a)
+
+
+def test_values_alone_are_computed_alone():
+    """As in jax's programs, which ask LAPACK for no vectors; for gradients they are needed."""
+
+    def calls(text):
+        return [line.split("loc(")[0].strip() for line in text.splitlines() if "custom_call" in line]
+
+    a = matrix(4, 4).float().to("jax")
+    of_jax = {
+        torch.linalg.svdvals: functools.partial(jnp.linalg.svd, compute_uv=False),
+        torch.linalg.cond: jnp.linalg.cond,
+        torch.linalg.eigvals: jnp.linalg.eigvals,
+    }
+    for ours, theirs in of_jax.items():
+        alone = calls(torchax_core.jit(ours).lower(a).as_text())
+        assert alone == calls(jax.jit(theirs).lower(a.jax()).as_text())
+        assert alone != calls(torchax_core.jit(ours).lower(a.detach().requires_grad_()).as_text())
 
 
 @REAL_AND_COMPLEX

@@ -94,6 +94,22 @@ def linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None):
     return lax.linalg.svd(A, full_matrices=full_matrices)
 
 
+# torch makes the next two of the whole decompositions for any subclass, as if gradients were wanted
+
+
+@ops.lowering("aten::linalg_svdvals", composite_grad="decompose")
+def linalg_svdvals(A, *, driver=None):
+    """The singular values alone: (..., m, n) to (..., min(m, n)), falling and real."""
+    return lax.linalg.svd(A, compute_uv=False)
+
+
+@ops.lowering("aten::_linalg_eigvals")
+@ops.lowering("aten::linalg_eigvals", composite_grad="decompose")
+def linalg_eigvals(self):
+    """The eigenvalues alone: (..., n, n) to complex (..., n)."""
+    return lax.linalg.eig(self, compute_left_eigenvectors=False, compute_right_eigenvectors=False)[0]
+
+
 @ops.lowering("aten::_linalg_eigh")
 def linalg_eigh(A, UPLO="L", compute_v=True):
     """Eigenvalues and eigenvectors of a Hermitian matrix of which only one triangle is read.
@@ -111,11 +127,6 @@ def linalg_eig(self):
     # JAX's derivative is right for what does not depend on the vectors' phases, which torch's refuses to be asked for
     values, vectors = lax.linalg.eig(self, compute_left_eigenvectors=False, enable_eigvec_derivs=True)
     return values, vectors
-
-
-@ops.lowering("aten::_linalg_eigvals")
-def linalg_eigvals(self):
-    return lax.linalg.eig(self, compute_left_eigenvectors=False, compute_right_eigenvectors=False)[0]
 
 
 @ops.lowering("aten::linalg_polar")
