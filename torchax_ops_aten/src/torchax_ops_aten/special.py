@@ -541,8 +541,10 @@ def _bessel_y(x: jax.Array, order: int) -> jax.Array:
 def _i0e(x: jax.Array) -> jax.Array:
     """`exp(-abs(x))` times I of order 0.
 
-    Not lax.bessel_i0e, which for float64 fails when it is lowered without x64, as inside a user's own jax.jit.
+    For float64 not lax.bessel_i0e, which fails there when it is lowered without x64, as inside a user's own jax.jit.
     """
+    if x.dtype != jnp.float64:
+        return lax.bessel_i0e(x)  # of shorter series, and as exact
     size = jnp.abs(x)
     near = _chebyshev_series(size / 2 - 2, _I0_NEAR)
     far = _chebyshev_series(32 / size - 2, _I0_FAR) / jnp.sqrt(size)
