@@ -627,6 +627,10 @@ def _degree(n: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(n), jnp.trunc(n), -1)
 
 
+_STEPS_AT_ONCE = 4
+"""Steps of a recurrence from one look at what is left to do to the next: XLA takes them in one pass over memory."""
+
+
 def _recurrence(n: jax.Array, first: jax.Array, step: Step) -> jax.Array:
     """The polynomial of degree `n`, element by element: p[0] = 1, p[1] = first, p[k + 1] = step(k, p[k], p[k - 1]).
 
@@ -635,8 +639,9 @@ def _recurrence(n: jax.Array, first: jax.Array, step: Step) -> jax.Array:
 
     def advance(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         k, before, now = state
-        more = n > k
-        return k + 1, jnp.where(more, now, before), jnp.where(more, step(k, now, before), now)
+        for _ in range(_STEPS_AT_ONCE):
+            before, now, k = now, jnp.where(n > k, step(k, now, before), now), k + 1
+        return k, before, now
 
     def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         k, _, now = state
