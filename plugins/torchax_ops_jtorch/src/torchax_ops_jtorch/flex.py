@@ -111,7 +111,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """torch's higher-order operator `flex_attention` for tensors on device "jax", differentiable by jax.vjp."""
     program, tensors = _program(score_mod, block_mask[-1], scale, score_mod_other_buffers, mask_mod_other_buffers)
-    out, total, highest = call_jax(program, query, key, value, *tensors)
+    with jax.enable_x64(True):  # for the backward too, which runs as this was called
+        out, total, highest = call_jax(program, query, key, value, *tensors)
     return out, total, highest
 
 
@@ -166,7 +167,8 @@ def attend_backward(
         )
         return list(pull(tuple(cotangents)))
 
-    q, k, v, *rest = call_jax(pull_back, [query, key, value, *tensors], [grad_out, grad_logsumexp])
+    with jax.enable_x64(True):
+        q, k, v, *rest = call_jax(pull_back, [query, key, value, *tensors], [grad_out, grad_logsumexp])
     captured: list[Any] = [None] * len(others)
     for i, gradient in zip(places, rest, strict=True):
         captured[i] = gradient
