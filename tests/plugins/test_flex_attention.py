@@ -2,14 +2,18 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 import torchax_core
 from torchax_core import Config, Environment
+from torchax_core.interop import jax_view
 from torchax_core.testing import sample
-from torchax_ops_jtorch import flex
+from torchax_ops_jtorch import flex, tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:return_lse")
 
@@ -122,3 +126,256 @@ def test_errors_are_torchs():
         flex_attention(q, k, v)
     with Environment(Config(blocked_packs=("jtorch",))), pytest.raises(ValueError, match="only supported on"):
         flex_attention(q, k, v, enable_gqa=True)
+
+
+# -- the tiles of a BlockMask, 64 long, of which those are computed that are not empty ---------------------------------
+
+TILE, LONG = 64, 256
+
+
+@pytest.fixture
+def tiled(monkeypatch):
+    """Go over tiles, small as these are; which tells what was traced."""
+    traced = []
+
+    def noted(name):
+        function = getattr(tiles, name)
+
+        def run(*args):
+            traced.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(tiles, name, run)
+
+    monkeypatch.setattr(flex, "block_length", lambda queries, weights: queries)
+    monkeypatch.setattr(tiles, "_FEWEST", 1)
+    monkeypatch.setattr(tiles, "_FEWEST_ALTOGETHER", 1)
+    noted("attend")
+    noted("gradients")
+    return traced
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def window(b, h, q, k):
+    """Of each head its own; the first queries, and so the first block of them, see nothing."""
+    return ((q - k).abs() < 20 * (h + 1)) & (q >= 70)
+
+
+def long_qkv(length=LONG, source=LONG, kv_heads=4, dtype=torch.float64):
+    shapes = [(2, 4, length, WIDTH), (2, kv_heads, source, WIDTH), (2, kv_heads, source, 3)]
+    return [sample(shape, dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
+def tiles_on_jax(mask_mod, length=LONG, source=LONG, batch=None, heads=None):
+    """The BlockMask of a mask_mod, made on the CPU, which is quicker."""
+    return create_block_mask(mask_mod, batch, heads, length, source, device="cpu", BLOCK_SIZE=TILE).to("jax")
+
+
+def by_places(q, k, v, bias, mask_mod):
+    """Result, logarithm of the sum and highest score, from all scores."""
+    length, source = q.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(4 // x.shape[1], 1) for x in (k, v))
+    score = torch.tanh(q @ k.mT / math.sqrt(WIDTH)) * bias[:, None, :source] + bias[:, :length, None]
+    places = torch.meshgrid(*[torch.arange(n) for n in (2, 4, length, source)], indexing="ij")
+    score = score.masked_fill(~mask_mod(*places), -torch.inf)
+    return torch._safe_softmax(score, -1) @ v, score.logsumexp(-1), score.amax(-1)
+
+
+def with_bias(q, k, v, bias, mask):
+    def score_mod(score, b, h, q, k):
+        return torch.tanh(score) * bias[h, k] + bias[h, q]
+
+    aux = AuxRequest(lse=True, max_scores=True)
+    out, aux = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=True, return_aux=aux)
+    return out, aux.lse, aux.max_scores
+
+
+def weighed(out, total, weights):
+    """A number that depends on all results; what has no sum has no part in it."""
+    return (out * weights[0]).sum() + (torch.where(total > -torch.inf, total, 0) * weights[1]).sum()
+
+
+documents = torch.tensor([[60, 130, 66], [10, 200, 46]])
+
+
+def document_of(lengths):
+    return torch.stack([torch.repeat_interleave(torch.arange(3), row) for row in lengths])
+
+
+def same_document(of):
+    return lambda b, h, q, k: of[b, q] == of[b, k]
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "options"),
+    [
+        pytest.param(window, {"heads": 4, "length": 250, "source": 200, "kv_heads": 2}, id="windows"),
+        pytest.param(None, {"batch": 2, "kv_heads": 1}, id="documents"),
+    ],
+)
+def test_tiles_give_what_all_scores_give(tiled, mask_mod, options):
+    """Results, statistics and gradients, in float64, forward and backward in one program."""
+    options = dict(options)
+    kv_heads = options.pop("kv_heads")
+    sizes = {name: options.get(name, LONG) for name in ("length", "source")}
+    of = document_of(documents)
+    mask_mod = mask_mod or same_document(of)
+    mask = tiles_on_jax(mask_mod, **options)
+    if "batch" in options:
+        mask.mask_mod = same_document(of.to("jax"))
+    values = [*long_qkv(**sizes, kv_heads=kv_heads), sample((4, LONG), torch.float64, seed=5)]
+    weights = [sample((2, 4, sizes["length"], *n), torch.float64, seed=6) for n in ((3,), ())]
+
+    def all_of(function, mask, weights, leaves):
+        results = function(*leaves, mask)
+        return [*results, *torch.autograd.grad(weighed(*results[:2], weights), leaves)]
+
+    expected = all_of(by_places, mask_mod, weights, [v.requires_grad_() for v in values])
+    ours = [w.to("jax") for w in weights]
+    found = torchax_core.jit(lambda *leaves: all_of(with_bias, mask, ours, leaves))(*on_jax(*values))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-9, atol=1e-9)
+    assert set(tiled) == {"attend", "gradients"}
+
+
+def test_tiles_eager_and_compiled(tiled):
+    values = [*long_qkv(dtype=torch.float32), sample((4, LONG), torch.float32, seed=5)]
+    mask = tiles_on_jax(causal)
+    expected = gradients(lambda *leaves: by_places(*leaves, causal)[0], values)
+
+    def by_tiles(*leaves):
+        return with_bias(*leaves, mask)[0]
+
+    for way in (by_tiles, torch.compile(by_tiles, backend="torchax")):
+        for mine, theirs in zip(gradients(way, on_jax(*values)), expected, strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-4)
+        assert set(tiled) == {"attend", "gradients"}
+        tiled.clear()
+
+
+def test_empty_tiles_are_not_touched(tiled):
+    """Keys and values of a tile that nothing looks at may be anything; those of the tile that all look at may not."""
+    mask = tiles_on_jax(lambda b, h, q, k: k < TILE)
+    q, k, v = on_jax(*long_qkv(dtype=torch.float32))
+    k[:, :, TILE:], v[:, :, TILE:] = torch.nan, torch.nan
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    result = torchax_core.jit(
+        lambda *leaves: torch.autograd.grad(flex_attention(*leaves, block_mask=mask).sum(), leaves)
+    )
+    for_query, for_key, for_value = result(*leaves)
+    assert for_query.isfinite().all()
+    assert for_key.isfinite().all()
+    assert for_value[:, :, :TILE].all()
+    assert not for_value[:, :, TILE:].any()
+
+
+@pytest.mark.parametrize("paid", [True, False])
+def test_a_block_mask_is_what_it_lists(paid, monkeypatch):
+    """Tiles that are listed as full are not asked of mask_mod, and those that are not listed do not count: either way."""
+    if paid:
+        monkeypatch.setattr(tiles, "_pays", lambda grid: True)
+    partly = torch.tensor([[[1, 0, 2, 0]]]), torch.tensor([[[[1, 0, 0, 0], [2, 1, 0, 3], [3, 0, 1, 1], [1, 2, 3, 0]]]])
+    full = torch.tensor([[[1, 0, 1, 1]]]), torch.tensor([[[[3, 0, 0, 0], [2, 1, 0, 3], [1, 0, 3, 3], [2, 2, 3, 0]]]])
+    lists = [t.int().to("jax") for t in (*partly, *full)]
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, mask_mod=lambda b, h, q, k: k % 2 == 0)
+    q, k, v = long_qkv(dtype=torch.float32)
+    allowed = torch.zeros(4, TILE, 4, TILE, dtype=torch.bool)
+    allowed[[0, 2, 2], :, [1, 3, 0], ::2] = True
+    allowed[[0, 2, 3], :, [3, 1, 2], :] = True
+    score = (q @ k.mT / math.sqrt(WIDTH)).masked_fill(~allowed.view(LONG, LONG), -torch.inf)
+    found = torchax_core.jit(lambda *values: flex_attention(*values, block_mask=mask))(*on_jax(q, k, v))
+    torch.testing.assert_close(found.cpu(), torch._safe_softmax(score, -1) @ v)
+
+
+def test_derivatives_of_every_order_and_mode_go_through_tiles(tiled):
+    """Forward mode, gradients of gradients and jax.vmap, against the same without a BlockMask."""
+    mask = tiles_on_jax(causal, 96, 96)
+    tested = jax_view(lambda q, k, v: flex_attention(q, k, v, block_mask=mask))
+    plain = jax_view(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+    def derivatives(function):
+        def loss(*arrays):
+            return (function(*arrays) ** 2).sum()
+
+        def of_gradient(*arrays):
+            return sum((g**2).sum() for g in jax.grad(loss, (0, 1, 2))(*arrays))
+
+        def all_of(*arrays):
+            twice = [jnp.stack([x, 2 * x]) for x in arrays]
+            return (
+                jax.jvp(function, arrays, arrays[::-1]),
+                jax.grad(of_gradient, (0, 1, 2))(*arrays),
+                jax.vmap(jax.grad(loss, (0, 1, 2)))(*twice),
+            )
+
+        return jax.tree.leaves(jax.jit(all_of)(*arrays))
+
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(v) for v in sample((3, 1, 2, 96, WIDTH), torch.float64, seed=1).numpy()]
+        for mine, theirs in zip(derivatives(tested), derivatives(plain), strict=True):
+            assert jnp.allclose(mine, theirs, rtol=1e-9, atol=1e-9)
+    assert set(tiled) == {"attend", "gradients"}
+
+
+def test_tiles_of_half_types(tiled):
+    values = long_qkv(dtype=torch.bfloat16)
+    mask = tiles_on_jax(causal)
+    run = torchax_core.jit(lambda *leaves: gradients(lambda *xs: flex_attention(*xs, block_mask=mask).float(), leaves))
+    expected = gradients(lambda *xs: F.scaled_dot_product_attention(*xs, is_causal=True), [v.float() for v in values])
+    for mine, theirs in zip(run(*on_jax(*values)), expected, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.cpu().float() - theirs).norm() < 0.01 * theirs.norm()
+    assert set(tiled) == {"attend", "gradients"}
+
+
+def test_gradients_of_large_captured_tensors_are_not_summed_by_tiles(tiled):
+    """Each tile would add to the whole of them."""
+    mask = tiles_on_jax(causal)
+    bias = sample((2, 4, LONG, LONG), torch.float32, seed=3)
+    values = [*long_qkv(dtype=torch.float32), bias]
+
+    def by_tiles(q, k, v, bias):
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[b, h, i, j], block_mask=mask)
+
+    def by_formula(q, k, v, bias):
+        hidden = torch.ones(LONG, LONG, dtype=torch.bool).triu(1)
+        return torch.softmax((q @ k.mT / math.sqrt(WIDTH) + bias).masked_fill(hidden, -torch.inf), -1) @ v
+
+    found = torchax_core.jit(lambda *leaves: gradients(by_tiles, leaves))(*on_jax(*values))
+    for mine, theirs in zip(found, gradients(by_formula, values), strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-4)
+    assert set(tiled) == {"attend"}
+
+
+def shapes(*sizes):
+    return [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "counts", "tile", "goes"),
+    [
+        ((1, 4, 2048, 64), (1, 2, 2048, 64), (1, 1, 16), 128, True),
+        ((8, 4, 1000, 64), (8, 4, 1000, 64), (8, 4, 8), 128, True),
+        ((8, 4, 1000, 64), (1, 4, 1000, 64), (8, 1, 8), 128, True),
+        (
+            (8, 4, 1000, 64),
+            (1, 4, 1000, 64),
+            (1, 1, 8),
+            128,
+            False,
+        ),  # keys for all batches, which a mask does not tell apart
+        ((1, 4, 128, 64), (1, 4, 128, 64), (1, 1, 1), 128, False),  # one tile
+        ((1, 4, 2048, 64), (1, 4, 2048, 64), (1, 1, 128), 16, False),  # small ones
+        ((1, 4, 0, 64), (1, 4, 2048, 64), (1, 1, 1), 128, False),
+        ((1, 4, 2048, 64), (1, 4, 2048, 64), (1, 1, 17), 128, False),  # another length's
+        ((4, 4, 2048, 64), (4, 4, 2048, 64), (2, 1, 16), 128, False),
+    ],
+)
+def test_shapes_decide_whether_to_go_over_tiles(query, key, counts, tile, goes):
+    arrays = shapes(query, key, counts, (*counts, counts[-1]))
+    assert (tiles.grid_of(*arrays[:2], (tile, tile), *arrays[2:]) is not None) == (
+        goes and jax.default_backend() == "cpu"
+    )
