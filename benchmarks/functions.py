@@ -5,6 +5,7 @@
 Four questions, each answered by ratios from one run, above 1 where the pack is faster: small arguments, for which the way
 to an op and back is what counts (fresh processes, with the pack and without, each against a call of JAX's own); large ones
 (one process, two environments in turn), eager and as one program; the first call; and the memory that attention takes.
+`flex_attention`, which there is not without the pack, is timed with a BlockMask over the same mask in its score_mod.
 `--tried` times definitions that were written as an experiment and are not in the pack, as overrides.
 """
 
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from common import Json, Quick, block_until_ready, console, interleave, make_table, run_python, write_json
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import torchax_core
 from torchax_core import Config, Environment
@@ -331,6 +333,55 @@ def compare(
     return ratios
 
 
+# -- the tiles of a BlockMask ------------------------------------------------------------------------------------------
+
+
+def in_window(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """The last 256 places."""
+    return (q >= k) & (q - k < 256)
+
+
+MASKS = {"causal": lambda b, h, q, k: q >= k, "window of 256": in_window}
+
+
+def measure_tiles(rounds: int, length: int = 2048) -> dict[str, dict[str, float]]:
+    """How many times longer flex_attention takes, as one program, if score_mod hides what a BlockMask leaves out."""
+    shape = (1, 4, length, 64)
+    leaves = [t.to("jax").requires_grad_() for t in numbers(shape, shape, shape)]
+    found: dict[str, dict[str, float]] = {}
+    for name, mask_mod in MASKS.items():
+        mask = create_block_mask(mask_mod, None, None, length, length, device="jax")
+
+        def hidden(score: Any, b: Any, h: Any, q: Any, k: Any, mask_mod: Any = mask_mod) -> Any:
+            return torch.where(mask_mod(b, h, q, k), score, -torch.inf)
+
+        row = found[f"flex_attention, {name}, length {length}"] = {}
+        for way, make in (("forward", flex_forward), ("and backward", flex_gradients)):
+            tiled, whole = (_jitted(make(given), leaves) for given in ({"block_mask": mask}, {"score_mod": hidden}))
+            contenders = {WITH: _given(tiled), WITHOUT: _given(whole)}
+            row[way] = interleave(contenders, rounds=rounds, calls=1, warm_up=2).ratio(WITHOUT, WITH)
+    return found
+
+
+def _given(call: Call) -> Callable[[], Call]:
+    return lambda: call
+
+
+def flex_forward(options: dict[str, Any]) -> Callable[..., Any]:
+    """Flex attention, with no gradients recorded."""
+
+    def run(*tensors: torch.Tensor) -> Any:
+        with torch.no_grad():
+            return flex_attention(*tensors, **options)
+
+    return run
+
+
+def flex_gradients(options: dict[str, Any]) -> Callable[..., Any]:
+    """Gradients of flex attention, and it before."""
+    return lambda *tensors: torch.autograd.grad(flex_attention(*tensors, **options).square().sum(), tensors)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +457,9 @@ def main(
         show("Small arguments: without / with the pack", figures["small"])
         figures["large"] = measure_large(only, 3 if quick else 9)
         show("Large arguments: without / with the pack", figures["large"])
+        if only in "flex_attention":
+            figures["tiles"] = measure_tiles(3 if quick else 9)
+            show("A mask in score_mod / in a BlockMask", figures["tiles"])
         if only in "sdpa":
             figures["memory"] = measure_memory([4096] if quick else [4096, 8192])
             show("MB that attention takes beyond its inputs, by length", figures["memory"], "{:.0f}")
