@@ -242,13 +242,19 @@ def test_tiles_give_what_all_scores_give(tiled, mask_mod, options):
 
 
 def test_tiles_eager_and_compiled(tiled):
-    values = [*long_qkv(dtype=torch.float32), sample((4, LONG), torch.float32, seed=5)]
-    mask = tiles_on_jax(causal)
-    expected = gradients(lambda *leaves: by_places(*leaves, causal)[0], values)
+    """Gradients, of a slope for each head too."""
+    values = [*long_qkv(dtype=torch.float32), sample((4,), torch.float32, seed=5)]
+    mask = create_block_mask(causal, None, None, LONG, LONG, "cpu", TILE, separate_full_blocks=False).to("jax")
+    hidden = torch.ones(LONG, LONG, dtype=torch.bool).triu(1)
 
-    def by_tiles(*leaves):
-        return with_bias(*leaves, mask)[0]
+    def by_tiles(q, k, v, slopes):
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s * slopes[h], block_mask=mask)
 
+    def by_formula(q, k, v, slopes):
+        score = q @ k.mT / math.sqrt(WIDTH) * slopes[:, None, None]
+        return torch.softmax(score.masked_fill(hidden, -torch.inf), -1) @ v
+
+    expected = gradients(by_formula, values)
     for way in (by_tiles, torch.compile(by_tiles, backend="torchax")):
         for mine, theirs in zip(gradients(way, on_jax(*values)), expected, strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-4)
@@ -291,32 +297,36 @@ def test_a_block_mask_is_what_it_lists(paid, monkeypatch):
 
 
 def test_derivatives_of_every_order_and_mode_go_through_tiles(tiled):
-    """Forward mode, gradients of gradients and jax.vmap, against the same without a BlockMask."""
-    mask = tiles_on_jax(causal, 96, 96)
+    """Forward mode and gradients of gradients, under jax.vmap, against attention that is no flex_attention."""
+    mask = create_block_mask(causal, None, None, 96, 96, "cpu", TILE, separate_full_blocks=False).to("jax")
     tested = jax_view(lambda q, k, v: flex_attention(q, k, v, block_mask=mask))
     plain = jax_view(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
     def derivatives(function):
-        def loss(*arrays):
-            return (function(*arrays) ** 2).sum()
+        def loss(x):
+            return (function(x, 2 * x, x * x) ** 2).sum()
 
-        def of_gradient(*arrays):
-            return sum((g**2).sum() for g in jax.grad(loss, (0, 1, 2))(*arrays))
+        def all_of(x):
+            return jax.jvp(loss, (x,), (1 + x,)), jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x)
 
-        def all_of(*arrays):
-            twice = [jnp.stack([x, 2 * x]) for x in arrays]
-            return (
-                jax.jvp(function, arrays, arrays[::-1]),
-                jax.grad(of_gradient, (0, 1, 2))(*arrays),
-                jax.vmap(jax.grad(loss, (0, 1, 2)))(*twice),
-            )
-
-        return jax.tree.leaves(jax.jit(all_of)(*arrays))
+        return jax.tree.leaves(jax.jit(jax.vmap(all_of))(x))
 
     with jax.enable_x64(True):
-        arrays = [jnp.asarray(v) for v in sample((3, 1, 2, 96, WIDTH), torch.float64, seed=1).numpy()]
+        x = jnp.asarray(sample((2, 1, 2, 96, WIDTH), torch.float64, seed=1).numpy())
         for mine, theirs in zip(derivatives(tested), derivatives(plain), strict=True):
             assert jnp.allclose(mine, theirs, rtol=1e-9, atol=1e-9)
+    assert set(tiled) == {"attend", "gradients"}
+
+
+def test_shard_map_that_checks_types_has_all_scores(tiled):
+    mask = tiles_on_jax(causal)
+    function = jax_view(lambda q, k, v: flex_attention(q, k, v, block_mask=mask))
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("x",))
+    arrays = [v.jax() for v in on_jax(*long_qkv(dtype=torch.float32))]
+    parts = jax.shard_map(function, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+    found = jax.jit(jax.grad(lambda *xs: (parts(*xs) ** 2).sum()))(*arrays)
+    assert not tiled
+    assert jnp.allclose(found, jax.jit(jax.grad(lambda *xs: (function(*xs) ** 2).sum()))(*arrays), rtol=1e-4, atol=1e-4)
     assert set(tiled) == {"attend", "gradients"}
 
 

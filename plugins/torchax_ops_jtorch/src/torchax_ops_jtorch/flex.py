@@ -142,9 +142,17 @@ class _Program:
         score = jax.ShapeDtypeStruct((), working_type(query))
         score_mod = _Code(self.score_mod, (score,), self.score_others, rest[:by_score])
         mask_mod = _Code(self.mask_mod, (), self.mask_others, rest[by_score:tensors])
-        grid = None if self.tile is None else grid_of(query, key, self.tile, *lists[:2])
-        attention = _Attention(score_mod, mask_mod, self.scale, self.tile, grid)
-        return attention, (query, key, value, *score_mod.operands, *mask_mod.operands, *lists)
+        operands = (query, key, value, *score_mod.operands, *mask_mod.operands, *lists)
+        whole = self.tile is None or any(map(_differs_by_device, operands))
+        grid = None if whole or self.tile is None else grid_of(query, key, self.tile, *lists[:2])
+        return _Attention(score_mod, mask_mod, self.scale, self.tile, grid), operands
+
+
+def _differs_by_device(array: Any) -> bool:
+    """Whether the type says so, in a shard_map that checks types: there a loop wants it said of all that it carries."""
+    kind = jax.typeof(array)
+    kinds = getattr(kind, "mat", kind)  # the name is of jax 0.10.2; before, the type had it itself
+    return bool(getattr(kinds, "varying", None) or getattr(kinds, "vma", None))
 
 
 class _Attention:
