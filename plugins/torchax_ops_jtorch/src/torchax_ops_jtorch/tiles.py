@@ -28,9 +28,8 @@ _FEWEST = 1 << 14
 _FEWEST_ALTOGETHER = 1 << 20
 """And in all of it: less is computed at once as quickly."""
 
-Code = Callable[
-    ..., jax.Array
-]  # of scores (b, h, q, k), if a score_mod, and of the numbers of each, and captured tensors
+Code = Callable[..., jax.Array]
+"""Of scores (b, h, q, k), if it is a score_mod, of the numbers of each axis, and of captured tensors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +173,8 @@ class _Rows:
 
         return of_scores
 
-    def over(
-        self, step: Callable[[Any, bool, Any], Any], row: Any, lists: Sequence[Any], carry: Any
-    ) -> Any:  # the row's tiles: those that mask_mod decides, then those it does not
-        """`carry` after each tile of a row. step: (column, whether it is full, carry) -> carry."""
+    def over(self, step: Callable[[Any, bool, Any], Any], row: Any, lists: Sequence[Any], carry: Any) -> Any:
+        """`carry` after the tiles of a row: those that mask_mod decides, then full ones. step: (column, full, carry) -> carry."""
         for full, (counts, indices) in enumerate(zip(lists[::2], lists[1::2], strict=True)):
             of_row = indices.reshape(-1, indices.shape[-1])[row].astype(jnp.int32)
 
