@@ -1014,3 +1014,21 @@ def test_dynamo_looks_at_nothing_beneath_an_op():
         torch.compile(run, backend="torchax")(x, layer).sum().backward()
     assert not any(seen) and seen and layer.weight.grad is not None
     assert "look" not in str(torch._dynamo.utils.counters) and torch._dynamo.utils.counters["frames"]["total"] == 0
+
+
+def test_ops_that_end_with_a_check_of_their_success():
+    """AOTAutograd keeps these checks in order by tokens."""
+
+    def run(x):
+        system = x @ x.T + torch.eye(4, device=x.device)
+        return torch.linalg.inv(system) + torch.linalg.cholesky(system) + torch.linalg.solve(
+            system, x
+        ), torch.linalg.eigvals(x).abs()
+
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours, cpu = x.to("jax").requires_grad_(), x.requires_grad_()
+    for found, expected in zip(compiled(run, fullgraph=True)(ours), run(cpu), strict=True):
+        torch.testing.assert_close(found.detach().sum().cpu(), expected.detach().sum())
+        found.sum().backward(retain_graph=True)
+        expected.sum().backward(retain_graph=True)
+    torch.testing.assert_close(ours.grad.cpu(), cpu.grad)

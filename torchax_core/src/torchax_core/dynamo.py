@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.effects import with_effects
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -32,6 +33,7 @@ from torchax_core.graph_program import GraphProgram
 from torchax_core.graph_run import run_watched
 from torchax_core.packs import host
 from torchax_core.tensor import DEVICE_TYPE, Tensor, active
+from torchax_core.view import View
 from torchax_core.whole import keeping_whole
 
 __all__ = ["backend"]
@@ -45,6 +47,17 @@ for _name in ("jax", "jaxlib", *{pack.target.partition(".")[0] for pack in host(
     torch._dynamo.trace_rules.add(_name)
 _ALONE = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
 entrances.follow(lambda code: set_code_exec_strategy(code, _ALONE))
+
+
+def _in_place_of_effect(token: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """An op of which AOTAutograd must not change the order (the check that linalg.inv ends with): the graph's order is
+    the program's, so the token is handed on as it came."""
+    result = op(*args, **kwargs)
+    return (token, *result) if isinstance(result, tuple) else (token, result)
+
+
+for _kind in (Tensor, View):
+    with_effects.py_impl(_kind)(_in_place_of_effect)
 
 _left_whole: set[Any] = set()
 
@@ -178,9 +191,9 @@ class CompiledGraph:
 
 
 def _results_of(context: TracingContext) -> int:
-    """How many results of a forward graph are the function's; those after them are saved for the backward."""
+    """How many results of a forward graph are tokens of effects and the function's; those after them are saved for the backward."""
     assert context.fw_metadata is not None
-    return context.fw_metadata.num_forward
+    return len(context.fw_metadata.tokens) + context.fw_metadata.num_forward
 
 
 def _signature(a: Any) -> Any:
