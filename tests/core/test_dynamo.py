@@ -1032,3 +1032,19 @@ def test_ops_that_end_with_a_check_of_their_success():
         found.sum().backward(retain_graph=True)
         expected.sum().backward(retain_graph=True)
     torch.testing.assert_close(ours.grad.cpu(), cpu.grad)
+
+
+def test_gradients_of_complex_ops_left_whole():
+    """Torch's are the conjugates of JAX's."""
+
+    def run(x):
+        spectrum = torch.fft.rfft(x)
+        return spectrum.imag * 2 + spectrum.real.square() + torch.fft.ifft(spectrum * (1 + 2j)).imag
+
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours, cpu = x.to("jax").requires_grad_(), x.clone().requires_grad_()
+    found, expected = compiled(run)(ours), run(cpu)
+    close(found, expected)
+    found.sum().backward()
+    expected.sum().backward()
+    close(ours.grad, cpu.grad)

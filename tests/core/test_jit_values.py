@@ -461,3 +461,12 @@ def test_counts_and_histories_that_nobody_reads_cost_one_trace() -> None:
         trainer.losses.append(loss.item())
         trainer._last = loss.item()
     assert len(run.compilations) <= 2, run.explain()
+
+
+def test_shapes_that_depend_on_constants_are_known_in_a_trace() -> None:
+    def run(x):
+        counts = torch.tensor([1, 2, 0, 1], device=x.device)
+        return x.repeat_interleave(counts, 0) + x[torch.nonzero(counts)[:, 0]].sum()
+
+    x = torch.arange(8.0).reshape(4, 2)
+    assert torch.equal(torchax_core.jit(run)(x.to("jax")).cpu(), run(x))

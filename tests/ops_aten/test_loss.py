@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import torchax_core
 from torchax_core.testing import assert_matches_torch, assert_same_error, sample
 
 REDUCTIONS = ["none", "mean", "sum"]
@@ -135,6 +136,19 @@ def test_ctc_loss(kind, reduction):
         targets,
         grad=True,
     )
+
+
+@pytest.mark.parametrize("run", [lambda f: f, torchax_core.jit, lambda f: torch.compile(f, backend="torchax")])
+def test_ctc_loss_with_lengths_on_the_cpu(run):
+    def loss(x, t):  # with torch.int32 too, and made inside
+        return ctc(x, t, INPUTS, torch.tensor([4, 2, 1], dtype=torch.int32), zero_infinity=True)
+
+    ours, cpu = LOG_PROBS.to("jax").requires_grad_(), LOG_PROBS.clone().requires_grad_()
+    found, expected = run(loss)(ours, PADDED.to("jax")), loss(cpu, PADDED)
+    torch.testing.assert_close(found.detach().cpu(), expected.detach())
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(ours.grad.cpu(), cpu.grad)
 
 
 def test_ctc_loss_with_another_blank_and_empty_targets():

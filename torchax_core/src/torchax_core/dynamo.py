@@ -191,7 +191,7 @@ class CompiledGraph:
 
 
 def _results_of(context: TracingContext) -> int:
-    """How many results of a forward graph are tokens of effects and the function's; those after them are saved for the backward."""
+    """How many results of a forward graph are the function's, or tokens of effects; the rest is saved for the backward."""
     assert context.fw_metadata is not None
     return len(context.fw_metadata.tokens) + context.fw_metadata.num_forward
 

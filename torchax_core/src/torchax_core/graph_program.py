@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchax_core import log
+from torchax_core.builtins import from_cpu
 from torchax_core.convert import torch_from_array
 from torchax_core.cpu_arrays import CpuArgument, shares_memory
 from torchax_core.dtypes import torch_dtype
@@ -194,6 +195,7 @@ class _Program:
                 continue
             fake = want.node.meta.get("val")
             cpu = want.returned and isinstance(fake, torch.Tensor) and fake.device.type == "cpu"
+            value = value if isinstance(value, Tensor) else from_cpu(value)  # made of constants on the CPU alone
             trace.lift(value)
             if want.place is not None:
                 self.results.append(_Input(want.place))

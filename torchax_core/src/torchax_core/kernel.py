@@ -228,6 +228,8 @@ class LoweringKernel:
         names = {a.name for a in arguments}
         self.key_name = next((n for n in ("random_key", "key") if n in definition.parameters and n not in names), None)
         self.accepted = self._accepted_names()
+        self.takes_sizes = "batch_sizes" in names  # of packed sequences
+        self.takes_lengths = not names.isdisjoint(("input_lengths", "target_lengths"))
         self.func_indexes = self.schema.name.partition("::")[2].rstrip("_") in _CPU_INDICES
         self.depends_on = definition.depends_on
         check = definition.value_check
@@ -359,8 +361,8 @@ class LoweringKernel:
         if not (a.device.type == "cpu" and (a.dim() == 0 or self.takes_cpu(a))):
             raise _WrongDevice(a)
         key.append(Aval.contiguous(tuple(a.shape), a.dtype))
-        if a.dim() and not self.func_indexes:
-            key.append(tuple(a.tolist()))  # lengths of packed sequences: static, and few
+        if a.dim() and self.takes_sizes:
+            key.append(tuple(a.tolist()))  # static, and few
         arrays.append(array_from_torch(a))
 
     def _device_error(self, tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> RuntimeError:
@@ -381,8 +383,10 @@ class LoweringKernel:
         )
 
     def takes_cpu(self, a: torch.Tensor) -> bool:
-        """Whether a CPU tensor is welcome, as on cuda: indices, and the lengths of packed sequences."""
-        return self.func_indexes or (a.dtype is torch.int64 and any(x.name == "batch_sizes" for x in self.arguments))
+        """Whether a CPU tensor is welcome, as on cuda: indices, and lengths of sequences."""
+        return self.func_indexes or (
+            (self.takes_sizes or self.takes_lengths) and not (a.is_floating_point() or a.is_complex())
+        )
 
     # -- a new signature -------------------------------------------------------------------------
 
@@ -777,7 +781,7 @@ class DataDependentKernel(LoweringKernel):
             for argument, kind, a in self._bind(args, kwargs or {})
             if argument.name in self.accepted
         }
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), jax.ensure_compile_time_eval():  # of constants in a trace, too
             out = self.definition.body(**bound)
         strides = self.definition.strides
         if strides is not None:

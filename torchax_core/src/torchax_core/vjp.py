@@ -20,7 +20,15 @@ from torchax_core.entrances import entrance
 from torchax_core.placement import laid_out_like, several_devices
 from torchax_core.tensor import Tensor, active, wrap_array
 
-__all__ = ["DifferentiableProgram", "Residuals", "differentiable_call", "forward_ad_level", "has_tangent", "x64_of"]
+__all__ = [
+    "DifferentiableProgram",
+    "Residuals",
+    "conjugate",
+    "differentiable_call",
+    "forward_ad_level",
+    "has_tangent",
+    "x64_of",
+]
 
 
 def forward_ad_level() -> int:
@@ -33,7 +41,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _conjugate(array: Any) -> Any:
+def conjugate(array: Any) -> Any:
     """torch's gradients are the conjugates of JAX's; also for real arrays, which stay as they are.
 
     Source: https://docs.pytorch.org/docs/stable/notes/autograd.html#autograd-for-complex-numbers
@@ -135,7 +143,7 @@ class DifferentiableProgram:
 
             def backward(pullback: Any, cotangents: Sequence[Any]) -> Any:
                 with x64_of(self):
-                    return tuple(map(_conjugate, pullback(tuple(map(_conjugate, cotangents)))))
+                    return tuple(map(conjugate, pullback(tuple(map(conjugate, cotangents)))))
 
             pair = self._made[wanted] = self.compiled(forward), self.compiled(backward)
         return pair
@@ -156,7 +164,7 @@ class DifferentiableProgram:
                 arrays, given = values[:count], values[count:]
 
                 results, vjp = jax.vjp(_of_wanted(fn, wanted, arrays), *[arrays[i] for i in wanted])
-                return tuple(map(_conjugate, vjp(_full_cotangents(results, tuple(map(_conjugate, given))))))
+                return tuple(map(conjugate, vjp(_full_cotangents(results, tuple(map(conjugate, given))))))
 
             program = self._seconds[wanted] = self._derived(backward_of)
         return program

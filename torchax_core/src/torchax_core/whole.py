@@ -29,6 +29,7 @@ from torchax_core.kernel import DirectKernel, LoweringKernel
 from torchax_core.opset import Definition
 from torchax_core.overrides import Declined, DecliningKernel
 from torchax_core.tensor import DEVICE_TYPE, Aval, Tensor, active, make_tensor, wrap_array
+from torchax_core.vjp import conjugate
 
 __all__ = ["keeping_whole"]
 
@@ -86,10 +87,10 @@ class Call:
         vjp = jax.tree.unflatten(self.tree, residuals)
         with jax.enable_x64(True):  # or `astype` would not give 64 bits
             cotangents = tuple(
-                next(given).astype(r.dtype) if _is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0)
+                conjugate(next(given).astype(r.dtype)) if _is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0)
                 for r in self.results
             )
-            return list(vjp(cotangents))
+            return [*map(conjugate, vjp(cotangents))]
 
     def look(self, wanted: tuple[int, ...]) -> None:
         """Learn the shapes of results and residuals. Raises Declined if the definition declines these arguments, and

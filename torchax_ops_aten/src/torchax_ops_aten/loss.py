@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from torchax_core.opset import OpSet
@@ -239,6 +240,18 @@ def _ctc_arguments(
     lengths = jnp.asarray(np.asarray(target_lengths, np.int32) if isinstance(target_lengths, tuple) else target_lengths)
     inputs, lengths = inputs.reshape(-1).astype(jnp.int32), lengths.reshape(-1).astype(jnp.int32)
     return opmath(log_probs), _padded_targets(targets, lengths, longest), inputs, lengths
+
+
+@ops.decomposition("aten::ctc_loss.Tensor", whole=False)
+def ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, reduction=1, zero_infinity=False):
+    """:func:`_ctc_loss`, reduced; lengths may be on the CPU, as on cuda: torch divides by them where they are."""
+    inputs, lengths = (x.to(log_probs.device) for x in (input_lengths, target_lengths))
+    loss, _ = torch._ctc_loss(log_probs, targets, inputs, lengths, blank, zero_infinity)
+    if zero_infinity:
+        loss = torch.where(loss == torch.inf, 0, loss)
+    if reduction == 1:  # mean
+        return (loss / lengths.clamp_min(1)).mean()
+    return loss.sum() if reduction else loss
 
 
 @ops.lowering("aten::_ctc_loss", "aten::_ctc_loss.Tensor")

@@ -494,8 +494,9 @@ def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
 
 @ops.lowering("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
 def grid_sampler_backward(grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask):
-    """Gradients of `grid_sampler` for `input` and `grid`; None where `output_mask` says it is not needed."""
-    return _grid_sample_backward(grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask)
+    """Gradients of `grid_sampler` for `input`, None if `output_mask[0]` says it is not needed, and `grid`, always, as torch's."""
+    mask = output_mask[0], True
+    return _grid_sample_backward(grad_output, input, grid, interpolation_mode, padding_mode, align_corners, mask)
 
 
 # -- between channels and space --------------------------------------------------------------------------------------
