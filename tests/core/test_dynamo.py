@@ -1034,6 +1034,18 @@ def test_ops_that_end_with_a_check_of_their_success():
     torch.testing.assert_close(ours.grad.cpu(), cpu.grad)
 
 
+def test_gradients_that_the_forward_has_saved_as_they_are():
+    def run(x, y, value):
+        return torch.cat([x, y]).index_fill(0, torch.tensor([1, 1, 0], device=y.device), value)
+
+    inputs = torch.ones(0), torch.ones(3, 2), torch.tensor(2.0)
+    ours, cpu = ([t.to(device).requires_grad_() for t in inputs] for device in ("jax", "cpu"))
+    found, expected = compiled(run)(*ours), run(*cpu)
+    close(found, expected)
+    for a, b in zip(torch.autograd.grad(found.sum(), ours), torch.autograd.grad(expected.sum(), cpu), strict=True):
+        close(a, b)
+
+
 def test_gradients_of_complex_ops_left_whole():
     """Torch's are the conjugates of JAX's."""
 

@@ -553,7 +553,9 @@ def index_copy(self, dim, index, source):
     return out.at[at].set(source, **_AS_IS).reshape(self.shape)
 
 
-@ops.lowering("aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor", promote=AS_GIVEN)
+# torch's gradient of a tensor `value` counts unique indices, how many of which there are depends on data
+@ops.lowering("aten::index_fill.int_Tensor", promote=AS_GIVEN, differentiable=True)
+@ops.lowering("aten::index_fill.int_Scalar", promote=AS_GIVEN)
 def index_fill(self, dim, index, value):
     """`self` with its slices along `dim` at `index` filled with `value`, a scalar or a 0-d tensor."""
     out, at, _ = _slices(self, dim, index, None)
