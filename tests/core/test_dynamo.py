@@ -1060,3 +1060,18 @@ def test_gradients_of_complex_ops_left_whole():
     found.sum().backward()
     expected.sum().backward()
     close(ours.grad, cpu.grad)
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_constants_made_on_the_cpu(device):
+    def run(x):
+        elsewhere = torch.tensor([1.0, 2.0, 3.0])
+        weight = torch.tensor([1.0, 2.0, 3.0], device=x.device)
+        return x * weight + torch.signal.windows.hamming(3, device=x.device), elsewhere * 2
+
+    ours, cpu = (torch.ones(2, 3, device=d, requires_grad=True) for d in (device, "cpu"))
+    for found, expected in zip(compiled(run)(ours), run(cpu), strict=True):
+        torch.testing.assert_close(found.detach().cpu(), expected.detach())
+    assert compiled(run)(ours)[1].device.type == "cpu"
+    run(ours)[0].sum().backward()
+    assert ours.grad.cpu().tolist() == [[1, 2, 3]] * 2

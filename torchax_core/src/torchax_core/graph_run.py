@@ -14,6 +14,7 @@ import jax
 import torch
 from torch.utils import _pytree as pytree
 
+from torchax_core.builtins import from_cpu
 from torchax_core.tensor import DEVICE, DEVICE_TYPE, Tensor
 from torchax_core.watching import Place, at, is_users
 
@@ -54,7 +55,16 @@ class _NodeByNode(torch.fx.Interpreter):
         self.extra_traceback = False  # errors are to say what they say elsewhere
 
 
-class _Named(_NodeByNode):
+class _OfConstants(_NodeByNode):
+    """All of a graph runs on the device, its constants (`torch.tensor([1, 2])` in the function) too."""
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        on_cpu = isinstance(value, torch.Tensor) and not isinstance(value, Tensor) and value.device.type == "cpu"
+        return from_cpu(value) if on_cpu else value
+
+
+class _Named(_OfConstants):
     def __init__(self, graph: torch.fx.GraphModule, prefix: str) -> None:
         super().__init__(graph)
         self.prefix = prefix
@@ -75,7 +85,7 @@ class _Watched(_NodeByNode):
             return super().run_node(n)
 
 
-class _OnDevice(_Watched):
+class _OnDevice(_OfConstants, _Watched):
     def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> Any:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         return pytree.tree_map_only(torch.device, lambda _: DEVICE, (args, kwargs))
