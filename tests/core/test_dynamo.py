@@ -1075,3 +1075,16 @@ def test_constants_made_on_the_cpu(device):
     assert compiled(run)(ours)[1].device.type == "cpu"
     run(ours)[0].sum().backward()
     assert ours.grad.cpu().tolist() == [[1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("op", [torch.linalg.svd, torch.linalg.eigh])
+def test_gradients_of_complex_vectors_need_no_values(op):
+    def loss(x):
+        found = op(x @ x.mH + torch.diag(torch.arange(3.0, dtype=torch.float64, device=x.device)))
+        return found[1].abs().square().cos().sum() + found[0].abs().sin().sum()
+
+    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.complex128)
+    ours, cpu = x.to("jax").requires_grad_(), x.clone().requires_grad_()
+    compiled(loss)(ours).backward()
+    loss(cpu).backward()
+    close(ours.grad, cpu.grad)

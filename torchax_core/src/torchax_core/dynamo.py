@@ -59,6 +59,10 @@ def _in_place_of_effect(token: torch.Tensor, op: Any, *args: Any, **kwargs: Any)
 for _kind in (Tensor, View):
     with_effects.py_impl(_kind)(_in_place_of_effect)
 
+# Torch's gradients of svd and eigh of complex matrices ask whether the loss depends on what is arbitrary about their vectors.
+# A graph has no values to ask about; and an error there, in the midst of C++, would end the process.
+_UNKNOWN: dict[Any, Callable[..., Any]] = {torch.ops.aten.allclose.default: lambda *args, **kwargs: True}
+
 _left_whole: set[Any] = set()
 
 
@@ -175,6 +179,7 @@ class CompiledGraph:
                 fw_compiler=lambda graph, _: GraphProgram(graph, "forward", _results_of(context)),
                 bw_compiler=lambda graph, _: GraphProgram(graph, "backward"),
                 inference_compiler=lambda graph, _: GraphProgram(graph, "forward"),
+                decompositions=_UNKNOWN,
                 partition_fn=min_cut_rematerialization_partition,
                 keep_inference_input_mutations=True,
                 ignore_shape_env=True,
