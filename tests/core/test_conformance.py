@@ -29,7 +29,7 @@ from torchax_core.conformance import (
     sweep,
 )
 from torchax_core.conformance import known as known_module
-from torchax_core.conformance.cells import MODES, dtypes_named, modes_named
+from torchax_core.conformance.cells import ALL_MODES, dtypes_named, modes_named
 from torchax_core.conformance.page import write_page
 from torchax_core.conformance.report import slowest, summary
 
@@ -122,7 +122,7 @@ def test_samples_hold_a_scalar_and_an_empty_one():
 # -- what is right and what is wrong -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_right_op_passes(mode):
     op = {"view": "transpose", "error": "dot"}.get(mode, "mul")
     result = run_cell(Cell(op, "-" if mode == "error" else "float64", mode), max_samples=2)

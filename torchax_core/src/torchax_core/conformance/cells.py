@@ -14,9 +14,22 @@ from torchax_core.conformance.ops import ops_of
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo
 
-__all__ = ["DTYPES", "FAILED", "MODES", "NO_DTYPE", "Cell", "Result", "cells", "dtypes_named", "modes_named"]
+__all__ = [
+    "ALL_MODES",
+    "DTYPES",
+    "FAILED",
+    "MODES",
+    "NO_DTYPE",
+    "Cell",
+    "Result",
+    "cells",
+    "dtypes_named",
+    "modes_named",
+]
 
 MODES = ("forward", "inplace", "out", "grad.first", "grad.second", "grad.forward", "view", "vmap", "error")
+ALL_MODES = (*MODES, "compile")
+"""Those that run unless others are named, and those that there are."""
 """Every mode. "grad" stands for the three that begin with it: first order, second order, and forward-mode AD."""
 
 DTYPES = (
@@ -102,10 +115,10 @@ def modes_named(text: str) -> list[str]:
             found += _GRAD_MODES
         elif name == "errors":
             found.append("error")
-        elif name in MODES:
+        elif name in ALL_MODES:
             found.append(name)
         else:
-            raise ValueError(f"modes are {', '.join(MODES)}, and grad, but this is not: {name!r}")
+            raise ValueError(f"modes are {', '.join(ALL_MODES)}, and grad, but this is not: {name!r}")
     return list(dict.fromkeys(found))
 
 
@@ -146,6 +159,9 @@ def _applies(op: OpInfo, dtype: torch.dtype | None, mode: str, wanted: list[torc
         return dtype == next(
             (x for x in (torch.float32, *wanted) if x in wanted and x in op.supported_dtypes("cpu")), None
         )
+    if mode == "compile":  # with gradients: the doubles, of an op that has them
+        possible = [x for x in wanted if x in op.supported_dtypes("cpu")]
+        return dtype in ([x for x in possible if x in _DOUBLES] or possible[:1])
     if mode not in _GRAD_MODES:
         return dtype in op.supported_dtypes("cpu")
     if mode == "grad.second" and not op.supports_gradgrad or mode == "grad.forward" and not op.supports_forward_ad:

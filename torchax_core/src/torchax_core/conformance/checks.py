@@ -271,6 +271,32 @@ def _vmap(op: OpInfo, sample: Sample) -> None:
     assert_same(op, mapped, sample.input, actual, expected, values=values, what="vmap", formats=False)
 
 
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+class _Compiled:
+    """`op`, compiled where it is called with tensors on the device."""
+
+    def __init__(self, op: OpInfo) -> None:
+        self.op = op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not any(x.device.type == testing.DEVICE for x in tensors_in((args, kwargs))):
+            return self.op(*args, **kwargs)
+        torch.compiler.reset()  # or the next sample is one more graph of this function
+        return torch.compile(lambda *args, **kwargs: self.op(*args, **kwargs), backend="torchax")(*args, **kwargs)
+
+
+def _compile(op: OpInfo, sample: Sample) -> None:
+    """The result under `torch.compile(backend="torchax")`, and the gradients of all inputs, where there are any."""
+    expected, _ = reference(op, sample.input)
+    values = has_values(op, op, sample.input, expected)
+    actual, _ = call(_Compiled(op), sample.input, testing.DEVICE)
+    assert_same(op, op, sample.input, actual, expected, values=values, what="compiled", formats=False)
+    if any(x.requires_grad for x in tensors_in(expected)):
+        gradients.first(_Compiled(op), sample)
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +324,7 @@ CHECKS: dict[str, Callable[[Any, Sample], None]] = {
     "grad.forward": gradients.forward,
     "view": _view,
     "vmap": _vmap,
+    "compile": _compile,
     "error": _error,
 }
 """By mode: raises AssertionError, or whatever the device raises, for a sample that is wrong; NoSample if it says nothing."""

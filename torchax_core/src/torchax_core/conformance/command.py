@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from torchax_core.conformance.cells import FAILED, MODES, Cell
+from torchax_core.conformance.cells import ALL_MODES, FAILED, MODES, Cell
 from torchax_core.conformance.known import fixed, known_failures
 from torchax_core.conformance.page import write_page
 from torchax_core.conformance.report import Report, fingerprint, slowest, summary
@@ -36,7 +36,7 @@ def conformance(
         typer.Option(help="Comma-separated; 'all': the twelve that JAX and torch share. Gradients use the doubles."),
     ] = "all",
     mode: Annotated[
-        str, typer.Option("--mode", "--modes", help=f"Comma-separated, of {', '.join(MODES)}; 'grad': all three.")
+        str, typer.Option("--mode", "--modes", help=f"Comma-separated, of {', '.join(ALL_MODES)}; 'grad': all three.")
     ] = ",".join(MODES),
     pack: Annotated[str | None, typer.Option(help="Only what this pack brings (TORCHAX_OPINFO) or defines.")] = None,
     shard: Annotated[str, typer.Option(help="i/n: every n-th op, from the i-th on.")] = "1/1",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from torchax_core.conformance.cells import DTYPES, FAILED, MODES
+from torchax_core.conformance.cells import ALL_MODES, DTYPES, FAILED
 from torchax_core.conformance.known import reason
 from torchax_core.conformance.report import Report
 
@@ -20,7 +20,9 @@ def write_page(report: Report, file: Path) -> None:
     for i, result in enumerate(report.results.values()):
         status = report.status(result)
         cell = result.cell
-        cells.append([cell.op, cell.dtype, MODES.index(cell.mode), status, result.samples, round(result.seconds, 2)])
+        cells.append(
+            [cell.op, cell.dtype, ALL_MODES.index(cell.mode), status, result.samples, round(result.seconds, 2)]
+        )
         if result.status in FAILED:
             details[i] = {
                 "message": result.message,
@@ -31,7 +33,7 @@ def write_page(report: Report, file: Path) -> None:
                 "status": result.status,
             }
     data = {
-        "modes": MODES,
+        "modes": ALL_MODES,
         "dtypes": order,
         "cells": cells,
         "details": details,

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import torch
 
-from torchax_core.conformance.cells import DTYPES, FAILED, MODES, Cell, Result
+from torchax_core.conformance.cells import ALL_MODES, DTYPES, FAILED, Cell, Result
 from torchax_core.conformance.known import KnownFailure, reason
 from torchax_core.packs import host
 
@@ -132,7 +132,7 @@ def summary(report: Report) -> list[str]:
     for result in report.results.values():
         groups.setdefault((result.cell.mode, result.cell.dtype), []).append(result)
     rows = [["mode", "dtype", "cells", "passed", "no sample", "failed", "known", "remain", "passed %", "with known %"]]
-    for mode in MODES:
+    for mode in ALL_MODES:
         parts = {dtype: groups[m, dtype] for m, dtype in sorted(groups, key=_place) if m == mode}
         if len(parts) > 1:
             parts["all"] = list(itertools.chain.from_iterable(parts.values()))

@@ -39,7 +39,7 @@ def samples_of(op: OpInfo, cell: Cell, most: int) -> Iterator[Sample]:
             yield Sample(f"error input {i}", _named(op, error.sample_input), error=error)
         return
     (dtype,) = dtypes_named(cell.dtype)
-    given = op.sample_inputs("cpu", dtype, requires_grad=cell.mode.startswith("grad"))
+    given = op.sample_inputs("cpu", dtype, requires_grad=_wants_gradients(op, cell, dtype))
     seen = list(itertools.islice(given, _SEEN))
     chosen = _chosen(seen, most)
     for i in chosen:
@@ -114,3 +114,9 @@ def _with_input(sample: SampleInput, change: Callable[[torch.Tensor], torch.Tens
         output_process_fn_grad=sample.output_process_fn_grad,
         broadcasts_input=sample.broadcasts_input,
     )
+
+
+def _wants_gradients(op: OpInfo, cell: Cell, dtype: torch.dtype) -> bool:
+    if cell.mode == "compile":
+        return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    return cell.mode.startswith("grad")
