@@ -516,3 +516,13 @@ def test_the_module_is_the_command_too(tmp_path):
     command += ["--modes", "forward", "--max-samples", "1", "--jobs", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "forward  float32" in done.stdout, done.stdout + done.stderr
+
+
+def test_mode_compile_compiles_the_forward_and_the_backward(monkeypatch):
+    from torchax_core import whole
+
+    cell = Cell("fft.rfft", "float64", "compile")
+    assert run_cell(cell, max_samples=1).status == "passed"
+    monkeypatch.setattr(whole, "conjugate", lambda x: x)  # of compiled graphs alone
+    result = run_cell(cell, max_samples=1)
+    assert result.status == "failed" and "gradient" in result.message
